@@ -11,7 +11,7 @@
 namespace penstock::inline v0_1 {
 
 /// One matrix inside a record. Weight (r, c) is element r * row_stride + c * col_stride counted from byte `offset`; one of the strides
-/// of a dense matrix is 1. Packed formats (mxfp4, int4) have col_stride 1 and strides counted in elements, as if unpacked.
+/// of a dense matrix is 1, save in gpt-oss stored as bf16, [hidden, 2 * intermediate] with gate and up alternating: row_stride is 2 there. Packed formats (mxfp4, int4) have col_stride 1 and strides counted in elements, as if unpacked.
 struct matrix_layout {
     std::uint64_t offset = 0;
     std::uint32_t rows = 0;  ///< outputs
