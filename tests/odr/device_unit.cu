@@ -1,0 +1,4 @@
+#include "everything.cuh"
+#include "look.hpp"
+
+facts first_device_unit() { return look(); }

@@ -1,0 +1,28 @@
+# Installs the build tree BUILD of SOURCE to FIRST, moves that to PREFIX, and looks for paths of this machine in what was installed.
+
+file(REMOVE_RECURSE "${FIRST}" "${PREFIX}")
+execute_process(COMMAND "${CMAKE_COMMAND}" --install "${BUILD}" --prefix "${FIRST}" OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
+file(RENAME "${FIRST}" "${PREFIX}")
+
+file(GLOB_RECURSE installed LIST_DIRECTORIES false "${PREFIX}/*")
+set(headers 0)
+foreach(path IN LISTS installed)
+    file(READ "${path}" text)
+    foreach(place IN ITEMS "${BUILD}" "${SOURCE}" "${FIRST}")
+        string(FIND "${text}" "${place}" found)
+        if(NOT found EQUAL -1)
+            message(FATAL_ERROR "${path} holds ${place}: the package cannot be moved")
+        endif()
+    endforeach()
+    if(path MATCHES "\\.(hpp|cuh)$")
+        math(EXPR headers "${headers} + 1")
+    elseif(path MATCHES "targets.*\\.cmake$" AND text MATCHES "-(W[a-z]|O[0-9]|march|lineinfo|std)")
+        message(FATAL_ERROR "${path} gives its users the flag ${CMAKE_MATCH_0}")
+    endif()
+endforeach()
+
+file(GLOB_RECURSE sources "${SOURCE}/include/*.hpp" "${SOURCE}/include/*.cuh")
+list(LENGTH sources wanted)
+if(NOT headers EQUAL wanted)
+    message(FATAL_ERROR "${headers} headers were installed, include/ has ${wanted}")
+endif()
