@@ -1,0 +1,3 @@
+#include <penstock/dispatch/cuda_experts.cuh>
+
+PENSTOCK_INSTANTIATE(fp8_block128)
