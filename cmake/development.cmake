@@ -45,3 +45,12 @@ if(TARGET penstock_checkpoint)
 else()
     message(FATAL_ERROR "penstock: tests, examples and benchmarks need nlohmann_json (Debian: nlohmann-json3-dev)")
 endif()
+
+# The folders that a file which includes penstock is compiled with, for the tests that call a compiler themselves. Compilers search
+# /usr/include last by themselves; naming it would change the order.
+set(_penstock_own_folder "${PROJECT_SOURCE_DIR}/include")
+add_library(penstock_folders OBJECT EXCLUDE_FROM_ALL "${PROJECT_SOURCE_DIR}/cmake/folders.cpp")
+target_link_libraries(penstock_folders PRIVATE penstock_development)
+set(PENSTOCK_COMPILER_FOLDERS
+    --include "${_penstock_own_folder}" --system
+    "$<JOIN:$<FILTER:$<TARGET_PROPERTY:penstock_folders,INCLUDE_DIRECTORIES>,EXCLUDE,^(${_penstock_own_folder}|/usr/include)$>,:>")

@@ -64,6 +64,6 @@ if(PENSTOCK_CLANG AND NOT CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
     add_test(
         NAME headers.clang
         COMMAND Python3::Interpreter "${PROJECT_SOURCE_DIR}/tests/compile_fail/syntax.py" --compiler "${PENSTOCK_CLANG}"
-                ${_penstock_syntax_flags} -- ${_cxx_units})
+                ${PENSTOCK_COMPILER_FOLDERS} -- ${_cxx_units})
     set_tests_properties(headers.clang PROPERTIES LABELS compile TIMEOUT 600)
 endif()

@@ -5,7 +5,12 @@ include(GNUInstallDirs)
 
 set(_penstock_package_dir "${CMAKE_INSTALL_DATADIR}/cmake/penstock")
 
-install(TARGETS penstock EXPORT penstock-targets FILE_SET HEADERS DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
+# Not a file set: one whose destination is absolute is exported with a wrong path by CMake 3.25.
+target_include_directories(penstock INTERFACE "$<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>")
+install(TARGETS penstock EXPORT penstock-targets)
+install(
+    DIRECTORY "${PROJECT_SOURCE_DIR}/include/penstock" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}"
+    FILES_MATCHING PATTERN "*.hpp" PATTERN "*.cuh")
 install(EXPORT penstock-targets NAMESPACE penstock:: DESTINATION "${_penstock_package_dir}")
 
 # A component's target is defined by the config file from its dependencies, so that it exists whatever was installed at build time.
