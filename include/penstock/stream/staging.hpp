@@ -1,0 +1,125 @@
+#pragma once
+
+#include <penstock/buffer/arena.hpp>
+#include <penstock/cuda/event.hpp>
+#include <penstock/policy/memory.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+namespace penstock::inline v0_1::detail {
+
+/// A slot of staging memory and the event of the last copy out of it: until that has passed, the slot must not be filled.
+struct staging_slot {
+    std::byte* data = nullptr;
+    event copied{waiting::sleep};
+};
+
+/// The host memory through which bytes reach a device: equal slots, taken by one reader at a time, the longest returned first, so that its
+/// copy is the likeliest to be over. Pinned slots come from an arena. If not all can be had, it makes do with fewer, down to one; if none
+/// can be pinned, with pageable ones. Does not lock: its owner does. The destructor waits for the copies.
+template <class Memory, class Pinning = cuda_pinning>
+class staging {
+public:
+    [[nodiscard]] static constexpr std::size_t bytes_needed(std::size_t slot_bytes, std::uint32_t slots) noexcept {
+        return round_up(slot_bytes, memory::page_bytes) * slots;
+    }
+
+    staging() = default;
+    staging(const staging&) = delete;
+    staging& operator=(const staging&) = delete;
+
+    ~staging() {
+        for (const staging_slot& s : slots_) {
+            s.copied.synchronize_quietly();
+        }
+        if constexpr (!in_arena) {
+            Memory::deallocate(data_, bytes_);
+        }
+    }
+
+    /// @throws out_of_memory, cuda_error; it then holds nothing. @pre nothing was allocated before
+    void allocate(std::size_t slot_bytes, std::uint32_t slots, int device, Pinning pinning = {}) {
+        if constexpr (in_arena) {
+            std::uint32_t count = slots;
+            arena_.emplace(bytes_needed(slot_bytes, count), arena_options{.device = device}, pinning);
+            while (!arena_->pinned() && count > 1) {
+                count /= 2;
+                arena_.reset();
+                arena_.emplace(bytes_needed(slot_bytes, count), arena_options{.device = device}, pinning);
+            }
+            if (!arena_->pinned() && count < slots) {
+                count = slots;
+                const std::string refusal = arena_->how();
+                arena_.reset();
+                arena_.emplace(bytes_needed(slot_bytes, count), arena_options{}, pinning);
+                how_ = refusal;
+            } else {
+                how_ = arena_->how();
+            }
+            cut(arena_->data(), slot_bytes, count);
+        } else {
+            for (std::uint32_t count = slots;; count /= 2) {
+                try {
+                    data_ = static_cast<std::byte*>(Memory::allocate(bytes_needed(slot_bytes, count)));
+                    cut(data_, slot_bytes, count);
+                    how_ = "allocated";
+                    break;
+                } catch (const out_of_memory&) {
+                    if (count == 1) {
+                        throw;
+                    }
+                }
+            }
+        }
+    }
+
+    [[nodiscard]] bool allocated() const noexcept { return !slots_.empty(); }
+    [[nodiscard]] std::size_t bytes() const noexcept { return bytes_; }
+    [[nodiscard]] std::size_t slot_bytes() const noexcept { return slot_bytes_; }
+    [[nodiscard]] std::size_t slots() const noexcept { return slots_.size(); }
+    [[nodiscard]] const std::string& how() const noexcept { return how_; }
+
+    [[nodiscard]] bool available() const noexcept { return !free_.empty(); }
+
+    /// The slot that was returned longest ago; its copy may still run. @pre available()
+    [[nodiscard]] staging_slot* take() {
+        staging_slot* slot = free_.front();
+        free_.pop_front();
+        return slot;
+    }
+
+    /// Returns a slot from which a copy was enqueued.
+    void give_back(staging_slot* slot) { free_.push_back(slot); }
+
+    /// Returns a slot that was not used: it is the next to be taken.
+    void give_back_unused(staging_slot* slot) { free_.push_front(slot); }
+
+private:
+    static constexpr bool in_arena = std::is_same_v<Memory, memory::pinned>;
+
+    void cut(std::byte* data, std::size_t slot_bytes, std::uint32_t count) {
+        slot_bytes_ = slot_bytes;
+        bytes_ = bytes_needed(slot_bytes, count);
+        slots_.resize(count);
+        for (std::uint32_t i = 0; i < count; ++i) {
+            slots_[i].data = data + i * round_up(slot_bytes, memory::page_bytes);
+            free_.push_back(&slots_[i]);
+        }
+    }
+
+    std::optional<basic_arena<Pinning>> arena_;
+    std::byte* data_ = nullptr;
+    std::size_t bytes_ = 0;
+    std::size_t slot_bytes_ = 0;
+    std::vector<staging_slot> slots_;
+    std::deque<staging_slot*> free_;
+    std::string how_;
+};
+
+}  // namespace penstock::inline v0_1::detail

@@ -1,0 +1,173 @@
+#pragma once
+
+#include <penstock/policy/chunking.hpp>
+#include <penstock/policy/memory.hpp>
+#include <penstock/policy/prefetch.hpp>
+#include <penstock/policy/scheduling.hpp>
+#include <penstock/stream/loaded_tensors.hpp>
+#include <penstock/stream/stream_engine.hpp>
+
+#include <thread>
+
+namespace penstock::inline v0_1 {
+
+/// What a weight stream is given at run time.
+struct stream_options {
+    int readers = 0;  ///< threads that read; 0: one for each core, at least 2, at most 12, beyond which a PCIe 5 link gains nothing
+    int device = -1;  ///< the GPU next to which staging should lie; negative: the one that is loaded first
+};
+
+/// Brings bytes from files or host memory to host memory or to a GPU. It owns its reader threads, which are started once and joined by its
+/// destructor, and its staging memory, which is allocated when bytes first have to pass through it, or by reserve(). Several threads may
+/// start loads at once; all loads share the readers, the staging and one scheduler queue, which is asked at every chunk whose turn it is.
+///
+/// To the host, readers read straight into the destination. To a device, they fill staging slots and enqueue the copies on the place's
+/// stream; a slot is filled again when its copy is over. Pinned memory goes to a device without readers or staging: start() enqueues the
+/// copies itself. With memory::pageable, copies to a device are synchronous, one chunk at a time: the naive way, for comparison.
+template <class Memory, class Chunking, class Prefetch, class Scheduler>
+class basic_weight_stream {
+    static_assert(memory_policy<Memory>, "penstock: weight_stream's memory kind lacks host_accessible, device_accessible or page_aligned");
+    static_assert(Memory::host_accessible, "penstock: weight_stream stages in host memory; memory::device, memory::peer and what contains them are destinations");
+    static_assert(allocating_memory<Memory> || !Memory::host_accessible,
+                  "penstock: weight_stream allocates its staging; memory::registered and memory::tiered pin or combine memory that exists");
+    static_assert(chunking_policy<Chunking>, "penstock: weight_stream's chunking offers bytes_per_chunk(row_bytes, total_bytes)");
+    static_assert(prefetch_policy<Prefetch>, "penstock: weight_stream's prefetch depth offers chunks_ahead(chunk_bytes)");
+    static_assert(host_scheduler<Scheduler>, "penstock: weight_stream needs a scheduler with a host queue: push(request) and next()");
+
+public:
+    using memory = Memory;
+    using chunking = Chunking;
+    using prefetch = Prefetch;
+    using scheduler = Scheduler;
+    using ticket = penstock::ticket;
+
+    explicit basic_weight_stream(stream_options options = {}, Chunking chunking = {}, Prefetch prefetch = {})
+        : chunking_(chunking),
+          slot_bytes_(larger<std::uint64_t>(chunking.bytes_per_chunk(0, unbounded_slot_bytes), 1)),
+          slots_(larger<std::uint32_t>(prefetch.chunks_ahead(slot_bytes_), 1)),
+          readers_(options.readers > 0 ? options.readers : default_readers()),
+          engine_(std::make_shared<engine>(readers_, slot_bytes_, slots_, options.device)) {}
+
+    basic_weight_stream(const basic_weight_stream&) = delete;
+    basic_weight_stream& operator=(const basic_weight_stream&) = delete;
+
+    /// Ends running loads (their tickets throw `cancelled`) and joins the readers; waits for the copies out of staging.
+    ~basic_weight_stream() { engine_->stop(); }
+
+    [[nodiscard]] int readers() const noexcept { return readers_; }
+
+    /// Host memory that staging takes when it is needed, at most.
+    [[nodiscard]] std::uint64_t staging_bytes_needed() const noexcept { return detail::staging<Memory>::bytes_needed(slot_bytes_, slots_); }
+
+    /// Host memory that staging has taken.
+    [[nodiscard]] std::uint64_t staging_bytes() const { return engine_->staging_bytes(); }
+
+    /// How staging was had: "huge pages, registered", ...
+    [[nodiscard]] std::string staging_how() const { return engine_->staging_how(); }
+
+    /// Allocates staging now instead of at the first load that needs it. Without a GPU no load does, and this does nothing.
+    /// @throws out_of_memory, cuda_error
+    void reserve(int device = 0) {
+        if (device_count() > 0) {
+            engine_->reserve_staging(device);
+        }
+    }
+
+    /// What start() would move and how it would cut it.
+    [[nodiscard]] transfer_plan<Chunking> plan(std::span<const transfer> transfers) const { return transfer_plan<Chunking>(transfers, chunking_); }
+
+    /// Starts to bring `transfers`. Returns at once, or, for what lies in pinned memory and goes to a device, when the copies are enqueued.
+    /// Source, source memory and destination outlive the ticket, and the copies enqueued on `where.stream`.
+    /// @throws configuration_error for a device that is not there, a stream under capture (a load is not capturable), a transfer without a
+    /// destination; out_of_memory, cuda_error where staging cannot be had. What goes wrong later is the ticket's to throw.
+    [[nodiscard]] ticket start(std::span<const transfer> transfers, byte_source& source, place where, progress_callback callback = {},
+                               std::stop_token stop = {}) {
+        if (!where.on_host()) {
+            require_device(where.device, "weight_stream");
+            const device_guard on(where.device);
+            if (is_capturing(where.stream)) {
+                throw configuration_error("penstock: weight_stream reads files on the host, so a load cannot be captured in a CUDA graph");
+            }
+        }
+        const transfer_plan<Chunking> planned(transfers, chunking_);
+        auto load = std::make_shared<detail::load_state>(planned.chunks(), planned.requests(), source, where, std::move(callback), std::move(stop));
+        engine_->start(load);
+        return ticket(engine_, std::move(load));
+    }
+
+    /// start(), wait(), and for a device the synchronisation of its stream: every byte is at its place when this returns, and no copy of this
+    /// load runs any more when it throws. @throws what start() and ticket::wait() throw
+    stream_report run(std::span<const transfer> transfers, byte_source& source, place where, progress_callback callback = {}, std::stop_token stop = {}) {
+        const auto started = std::chrono::steady_clock::now();
+        ticket load = start(transfers, source, where, std::move(callback), std::move(stop));
+        try {
+            load.wait();
+        } catch (...) {
+            if (!where.on_host() && cudaStreamSynchronize(where.stream) != cudaSuccess && detail::cuda_usable()) {
+                static_cast<void>(cudaGetLastError());
+            }
+            throw;
+        }
+        stream_report report = load.report();
+        if (!where.on_host()) {
+            const device_guard on(where.device);
+            check(cudaStreamSynchronize(where.stream), "cudaStreamSynchronize");
+            report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+        }
+        return report;
+    }
+
+    /// Loads tensors into one new buffer at `where`; without a stream, on one of its own. Returns when they are there. The files are held
+    /// against the list first. @throws io_error for a file that is missing or too short, and what run() throws; nothing is kept then
+    [[nodiscard]] loaded_tensors load(const tensor_list& list, place where, progress_callback callback = {}, std::stop_token stop = {}) {
+        file_source files(list.files);
+        for (const tensor_info& t : list.tensors) {
+            if (const std::uint64_t size = files.size(t.file); t.bytes > size || t.offset > size - t.bytes) {
+                throw io_error(files.name(t.file) + ": tensor \"" + t.name + "\" ends at byte " + std::to_string(t.offset + t.bytes) +
+                               " of the file, which holds " + std::to_string(size));
+            }
+        }
+        if (!where.on_host()) {
+            require_device(where.device, "weight_stream");
+        }
+        loaded_tensors tensors(list, where);
+        std::optional<stream> own;
+        if (!where.on_host() && where.stream == nullptr) {
+            where.stream = own.emplace(where.device).get();
+        }
+        tensors.report_ = run(tensors.transfers_, files, where, std::move(callback), std::move(stop));
+        tensors.transfers_ = {};
+        return tensors;
+    }
+
+private:
+    using engine = detail::stream_engine<Memory, Scheduler>;
+
+    /// Slot size for a chunking that has no size of its own (whole, rows): its chunks pass through staging slot by slot.
+    static constexpr std::uint64_t unbounded_slot_bytes = std::uint64_t{8} << 20;
+
+    static int default_readers() noexcept { return static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 2u, 12u)); }
+
+    Chunking chunking_;
+    std::uint64_t slot_bytes_;
+    std::uint32_t slots_;
+    int readers_;
+    std::shared_ptr<engine> engine_;
+};
+
+namespace detail {
+
+template <class... Ps>
+struct make_weight_stream {
+    PENSTOCK_CHECK_POLICIES("weight_stream", Ps...);
+    using type = basic_weight_stream<pick_policy<axis::memory, memory::pinned, Ps...>, pick_policy<axis::chunking, chunking::fixed<bytes{8u << 20}>, Ps...>,
+                                     pick_policy<axis::prefetch, prefetch::depth<24>, Ps...>, pick_policy<axis::scheduling, scheduler::fifo, Ps...>>;
+};
+
+}  // namespace detail
+
+/// A weight stream from policies in any order. Defaults: pinned staging, 8 MiB chunks, 24 of them ahead, first come first served.
+template <class... Ps>
+using weight_stream = typename detail::make_weight_stream<Ps...>::type;
+
+}  // namespace penstock::inline v0_1
