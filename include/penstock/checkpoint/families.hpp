@@ -25,7 +25,8 @@ namespace detail {
 /// config.json as `describe` reads it: the language model's part of a multimodal file first.
 class model_config {
 public:
-    model_config(const checkpoint& weights, const std::string& wanted) : weights_(weights), config_(weights.config().value_or(nlohmann::json::object())) {
+    model_config(const checkpoint& weights, const std::string& wanted)
+        : weights_(weights), config_(weights.config().value_or(nlohmann::json::object())) {
         if (const auto it = config_.find("text_config"); it != config_.end() && it->is_object()) {
             text_ = *it;
         }
@@ -109,9 +110,10 @@ private:
             for (const families::row& row : families::table) {
                 known += (known.empty() ? "" : ", ") + std::string(row.model_type);
             }
-            throw configuration_error(weights_.path().string() + ": " +
-                                      (model_type.empty() ? "no config.json with a model_type" : "unknown model_type " + in_quotes(model_type)) +
-                                      "; known are " + known);
+            throw configuration_error(
+                weights_.path().string() + ": " +
+                (model_type.empty() ? "no config.json with a model_type" : "unknown model_type " + in_quotes(model_type)) +
+                "; known are " + known);
         }
     }
 
@@ -125,7 +127,8 @@ private:
     using families::router;
     const families::row& family = config.family();
     routing_rule rule{.experts = experts, .top_k = config.count({"num_experts_per_tok", "experts_per_token"})};
-    rule.score = family.route == router::sigmoid || family.route == router::sigmoid_input ? score_function::sigmoid : score_function::softmax;
+    rule.score = family.route == router::sigmoid || family.route == router::sigmoid_input ? score_function::sigmoid
+                                                                                          : score_function::softmax;
     if (family.route == router::softmax || family.route == router::sigmoid) {
         const std::string scoring = config.text_or("scoring_func", rule.score == score_function::sigmoid ? "sigmoid" : "softmax");
         if (scoring != "softmax" && scoring != "sigmoid" && scoring != "sqrtsoftplus") {
@@ -142,23 +145,26 @@ private:
         rule.jitter = static_cast<float>(config.number_or("router_jitter_noise", 0.01));
     }
     using families::renormalise;
-    rule.renormalise = family.norm == renormalise::always ||
-                       (family.norm != renormalise::never && config.flag_or("norm_topk_prob", family.norm == renormalise::config_else_yes));
+    rule.renormalise =
+        family.norm == renormalise::always ||
+        (family.norm != renormalise::never && config.flag_or("norm_topk_prob", family.norm == renormalise::config_or_yes));
     rule.epsilon = rule.renormalise ? family.epsilon : 0.0f;
-    rule.scale = family.scaled ? static_cast<float>(config.number({"routed_scaling_factor"})) : 1.0f;
+    rule.scale = family.scaled() ? static_cast<float>(config.number({"routed_scaling_factor"})) : 1.0f;
     using families::grouping;
-    if (family.groups == grouping::sum_of_two ||
-        (family.groups == grouping::maximum && config.text_or("topk_method", "greedy") == "group_limited_greedy")) {
+    if (family.groups == grouping::by_best_two ||
+        (family.groups == grouping::by_best && config.text_or("topk_method", "greedy") == "group_limited_greedy")) {
         rule.groups = config.count({"n_group"});
         rule.groups_kept = config.count({"topk_group"});
-        rule.rank_groups_by = family.groups == grouping::maximum ? group_score::maximum : group_score::sum_of_two;
+        rule.rank_groups_by = family.groups == grouping::by_best ? group_score::maximum : group_score::sum_of_two;
     }
-    const bool groups_fit = rule.groups != 0 && experts % rule.groups == 0 && rule.groups_kept != 0 && rule.groups_kept <= rule.groups;
+    const bool groups_fit =
+        rule.groups != 0 && experts % rule.groups == 0 && rule.groups_kept != 0 && rule.groups_kept <= rule.groups;
     if (experts == 0 || experts > max_experts || rule.top_k == 0 || rule.top_k > max_top_k || !groups_fit ||
         rule.top_k > experts / rule.groups * rule.groups_kept) {
-        config.fail("asks for top-" + std::to_string(rule.top_k) + " of " + std::to_string(experts) + " experts in " + std::to_string(rule.groups) +
-                    " groups of which " + std::to_string(rule.groups_kept) + " are kept; at most top-" + std::to_string(max_top_k) + " of " +
-                    std::to_string(max_experts) + " is served, and each token must find enough experts");
+        config.fail("asks for top-" + std::to_string(rule.top_k) + " of " + std::to_string(experts) + " experts in " +
+                    std::to_string(rule.groups) + " groups of which " + std::to_string(rule.groups_kept) +
+                    " are kept; at most top-" + std::to_string(max_top_k) + " of " + std::to_string(max_experts) +
+                    " is served, and each token must find enough experts");
     }
     return rule;
 }
@@ -174,7 +180,8 @@ private:
             }
             const std::size_t after = t.name.find('.', prefix.size());
             const std::string digits = t.name.substr(prefix.size(), after - prefix.size());
-            if (after == std::string::npos || digits.empty() || digits.size() > 6 || digits.find_first_not_of("0123456789") != std::string::npos) {
+            if (after == std::string::npos || digits.empty() || digits.size() > 6 ||
+                digits.find_first_not_of("0123456789") != std::string::npos) {
                 continue;
             }
             const std::string_view rest = std::string_view(t.name).substr(after + 1);
@@ -188,8 +195,8 @@ private:
                     const std::string full = t.name.substr(0, after + 1 + block.size());
                     const auto [it, fresh] = blocks.emplace(layer, full);
                     if (!fresh && it->second != full) {
-                        throw configuration_error(weights.path().string() + ": layer " + digits + " has experts under both " + in_quotes(it->second) +
-                                                  " and " + in_quotes(full));
+                        throw configuration_error(weights.path().string() + ": layer " + digits + " has experts under both " +
+                                                  in_quotes(it->second) + " and " + in_quotes(full));
                     }
                 }
             }
@@ -234,10 +241,12 @@ inline void read_experts(const expert_reader& reader, moe_layer_model& layer) {
 [[nodiscard]] inline bool has_shared_expert(const expert_reader& reader, const model_config& config, const std::string& module) {
     const families::row& family = config.family();
     const bool counted = family.shared.module != families::fused.module || config.number_or("n_shared_experts", 0) > 0;
-    return !family.shared.module.empty() && (counted || reader.find(module + "." + std::string(family.names.gate) + ".weight") != nullptr);
+    return !family.shared.module.empty() &&
+           (counted || reader.find(module + "." + std::string(family.names.gate) + ".weight") != nullptr);
 }
 
-[[nodiscard]] inline moe_layer_model read_layer(const expert_reader& reader, const model_config& config, std::uint32_t number, const std::string& block) {
+[[nodiscard]] inline moe_layer_model read_layer(const expert_reader& reader, const model_config& config, std::uint32_t number,
+                                                const std::string& block) {
     const families::row& family = config.family();
     moe_layer_model layer;
     layer.layer = number;
@@ -257,10 +266,12 @@ inline void read_experts(const expert_reader& reader, moe_layer_model& layer) {
         reader.need_shape(*t, {experts});
         return *t;
     };
-    layer.router_bias = float_tensor(family.act == activation::gpt_oss ? &reader.need(router + ".bias") : reader.find(router + ".bias"));
+    layer.router_bias =
+        float_tensor(family.act == activation::gpt_oss ? &reader.need(router + ".bias") : reader.find(router + ".bias"));
     const std::string correction = ".e_score_correction_bias";
-    layer.correction_bias = float_tensor(reader.find(router + correction) ? reader.find(router + correction) : reader.find(block + correction));
-    if (!layer.correction_bias && family.correction_bias && config.flag_or("use_routing_bias", true)) {
+    layer.correction_bias =
+        float_tensor(reader.find(router + correction) ? reader.find(router + correction) : reader.find(block + correction));
+    if (!layer.correction_bias && family.corrected() && config.flag_or("use_routing_bias", true)) {
         reader.fail("neither " + in_quotes(router + correction) + " nor " + in_quotes(block + correction) + " is there");
     }
     for (const std::optional<tensor_info>& t : {std::optional(layer.router_weight), layer.router_bias, layer.correction_bias}) {
@@ -287,7 +298,8 @@ inline void read_experts(const expert_reader& reader, moe_layer_model& layer) {
     return layer;
 }
 
-[[nodiscard]] inline moe_model describe_with(const checkpoint& weights, const describe_options& options, expert_reader::next_part next) {
+[[nodiscard]] inline moe_model describe_with(const checkpoint& weights, const describe_options& options,
+                                             expert_reader::next_part next) {
     const model_config config(weights, options.family);
     const families::row& family = config.family();
     const std::string act = config.text_or("hidden_act", "silu");
@@ -303,9 +315,9 @@ inline void read_experts(const expert_reader& reader, moe_layer_model& layer) {
     }
     if (model.layers.empty()) {
         const std::string under = "*.layers.N." + std::string(family.block) + ".";
-        reader.fail("no layer of a " + model.family + " with experts; looked for " + under + std::string(family.router_name) + ".weight, " + under +
-                    "experts.E." + std::string(family.names.gate) + ".weight and " + under + "experts.gate_up_proj among " +
-                    std::to_string(weights.all().tensors.size()) + " tensors");
+        reader.fail("no layer of a " + model.family + " with experts; looked for " + under + std::string(family.router_name) +
+                    ".weight, " + under + "experts.E." + std::string(family.names.gate) + ".weight and " + under +
+                    "experts.gate_up_proj among " + std::to_string(weights.all().tensors.size()) + " tensors");
     }
     for (const moe_layer_model& layer : model.layers) {
         const nlohmann::json* quantisation = config.find("quantization_config");

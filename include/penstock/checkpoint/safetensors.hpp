@@ -116,7 +116,8 @@ public:
             once(has_dtype_);
             const std::optional<dtype> type = parse_dtype(text);
             if (!type) {
-                fail("tensor " + in_quotes(tensor().name) + " is of the unknown dtype " + in_quotes(std::string_view(text).substr(0, 40)));
+                fail("tensor " + in_quotes(tensor().name) + " is of the unknown dtype " +
+                     in_quotes(std::string_view(text).substr(0, 40)));
             }
             tensor().type = *type;
             return true;
@@ -141,7 +142,10 @@ public:
             case place::skipped: leave(); break;
             case place::tensor:
                 if (!has_dtype_ || !has_shape_ || !has_offsets_) {
-                    fail("tensor " + in_quotes(tensor().name) + " has no " + (!has_dtype_ ? "dtype" : !has_shape_ ? "shape" : "data_offsets"));
+                    fail("tensor " + in_quotes(tensor().name) + " has no " +
+                         (!has_dtype_   ? "dtype"
+                          : !has_shape_ ? "shape"
+                                        : "data_offsets"));
                 }
                 place_ = place::header;
                 break;
@@ -197,11 +201,15 @@ private:
         switch (place_) {
             case place::skipped: return true;
             case place::start: fail("the header is " + found + ", an object is wanted");
-            case place::header: fail((key_ == "__metadata__" ? key_ : "tensor " + in_quotes(key_)) + " is " + found + " in the header, an object is wanted");
+            case place::header:
+                fail((key_ == "__metadata__" ? key_ : "tensor " + in_quotes(key_)) + " is " + found +
+                     " in the header, an object is wanted");
             case place::metadata: fail("__metadata__ holds " + found + " under " + in_quotes(key_) + ", only strings are allowed");
-            case place::shape: fail("tensor " + in_quotes(tensor().name) + " has " + found + " in its shape, whole numbers from 0 are wanted");
+            case place::shape:
+                fail("tensor " + in_quotes(tensor().name) + " has " + found + " in its shape, whole numbers from 0 are wanted");
             case place::offsets:
-                fail("tensor " + in_quotes(tensor().name) + " has " + found + " in its data_offsets, two whole numbers from 0 are wanted");
+                fail("tensor " + in_quotes(tensor().name) + " has " + found +
+                     " in its data_offsets, two whole numbers from 0 are wanted");
             case place::tensor:
                 if (in_unknown_field()) {
                     return true;
@@ -256,8 +264,8 @@ private:
         length = length << 8 | static_cast<unsigned char>(first[i]);
     }
     if (length > max_safetensors_header) {
-        refuse("its first 8 bytes announce a header of " + std::to_string(length) + " bytes, " + std::to_string(max_safetensors_header) +
-               " is the limit");
+        refuse("its first 8 bytes announce a header of " + std::to_string(length) + " bytes, " +
+               std::to_string(max_safetensors_header) + " is the limit");
     }
     if (length > size - 8) {
         refuse("its first 8 bytes announce a header of " + std::to_string(length) + " bytes, but " + std::to_string(size - 8) +
@@ -273,7 +281,8 @@ private:
     }
     // The parser takes a NUL for the end of the text, so what follows one would never be looked at.
     if (const std::size_t nul = text.find('\0'); nul != std::string::npos) {
-        throw format_error(path + ": byte " + std::to_string(nul) + " of the header is NUL; a header may be padded with spaces only");
+        throw format_error(path + ": byte " + std::to_string(nul) +
+                           " of the header is NUL; a header may be padded with spaces only");
     }
     return text;
 }
@@ -310,13 +319,14 @@ inline void place_tensors(safetensors_file& file, std::uint64_t data_start) {
             refuse("is " + kind + ": its size does not fit 64 bits or does not end on a byte border");
         }
         if (*wanted != end - begin) {
-            refuse("is " + kind + ", which takes " + std::to_string(*wanted) + " bytes, but its data_offsets give it " + std::to_string(end - begin));
+            refuse("is " + kind + ", which takes " + std::to_string(*wanted) + " bytes, but its data_offsets give it " +
+                   std::to_string(end - begin));
         }
         if (begin != reached) {
             refuse("begins at byte " + std::to_string(begin) + " of the data, " +
                    (before == nullptr ? "where the first tensor must begin at 0"
-                                      : (begin < reached ? "inside tensor " : "after a hole that follows tensor ") + in_quotes(before->name) +
-                                            ", which ends at " + std::to_string(reached)));
+                                      : (begin < reached ? "inside tensor " : "after a hole that follows tensor ") +
+                                            in_quotes(before->name) + ", which ends at " + std::to_string(reached)));
         }
         if (end > data) {
             refuse("ends at byte " + std::to_string(end) + " of the data, but the file holds " + std::to_string(data) + " (" +
@@ -357,7 +367,8 @@ struct byte_range {
 /// Where rows [first, first + count) of the outermost dimension lie.
 /// @throws configuration_error for a scalar, rows out of range, or rows of F4 or F6 elements that do not begin and end on byte borders.
 [[nodiscard]] inline byte_range rows_of(const tensor_info& t, std::uint64_t first, std::uint64_t count) {
-    const std::string rows = "rows " + std::to_string(first) + " to " + std::to_string(first + count) + " of tensor " + detail::in_quotes(t.name);
+    const std::string rows =
+        "rows " + std::to_string(first) + " to " + std::to_string(first + count) + " of tensor " + detail::in_quotes(t.name);
     if (t.shape.empty() || first > t.shape[0] || count > t.shape[0] - first) {
         throw configuration_error(rows + ", which is " + detail::shape_text(t.shape));
     }
@@ -366,7 +377,8 @@ struct byte_range {
         row_bits *= t.shape[i];
     }
     if (first * row_bits % 8 != 0 || count * row_bits % 8 != 0) {
-        throw configuration_error(rows + " do not lie on byte borders: a row is " + std::to_string(row_bits) + " bits of " + std::string(name(t.type)));
+        throw configuration_error(rows + " do not lie on byte borders: a row is " + std::to_string(row_bits) + " bits of " +
+                                  std::string(name(t.type)));
     }
     return {t.offset + first * row_bits / 8, count * row_bits / 8};
 }

@@ -248,10 +248,11 @@ private:
         }
         const std::string& file = indexes.empty() ? preferred(files, "model.safetensors") : std::string();
         if (file.empty() || detail::shard_count(file) > 1) {
-            throw configuration_error(directory.string() + ": cannot tell which files make up the model: " + std::to_string(indexes.size()) +
-                                      " *.safetensors.index.json and " + std::to_string(files.size()) +
-                                      " .safetensors files; wanted is model.safetensors.index.json, one other index, model.safetensors, or one "
-                                      ".safetensors file that is not part of a set");
+            throw configuration_error(
+                directory.string() + ": cannot tell which files make up the model: " + std::to_string(indexes.size()) +
+                " *.safetensors.index.json and " + std::to_string(files.size()) +
+                " .safetensors files; wanted is model.safetensors.index.json, one other index, model.safetensors, or one "
+                ".safetensors file that is not part of a set");
         }
         checkpoint result = open_files({directory / file});
         result.root_ = result.directory_ = directory;
@@ -302,8 +303,8 @@ private:
     /// A shard lies in the directory of its index: its name is a file name and nothing else. (A link may point elsewhere: caches do that.)
     static void check_shard_name(const std::string& where, const std::string& tensor, const std::string& file) {
         if (file.empty() || file == "." || file == ".." || file.find_first_of(std::string_view("/\\\0", 3)) != std::string::npos) {
-            throw format_error(where + ": weight_map names the shard " + detail::in_quotes(file) + " for tensor " + detail::in_quotes(tensor) +
-                               ", a file name without a path is wanted");
+            throw format_error(where + ": weight_map names the shard " + detail::in_quotes(file) + " for tensor " +
+                               detail::in_quotes(tensor) + ", a file name without a path is wanted");
         }
     }
 
@@ -329,8 +330,11 @@ private:
         for (const auto& [tensor, file] : entries) {
             const auto it = by_name_.find(tensor);
             if (it == by_name_.end() || list_.tensors[it->second].file != shards.at(file)) {
-                throw format_error(where + ": maps tensor " + detail::in_quotes(tensor) + " to " + file + ", whose header does not hold it" +
-                                   (it == by_name_.end() ? std::string() : ", but that of " + list_.files[list_.tensors[it->second].file].filename().string() + " does"));
+                throw format_error(
+                    where + ": maps tensor " + detail::in_quotes(tensor) + " to " + file + ", whose header does not hold it" +
+                    (it == by_name_.end()
+                         ? std::string()
+                         : ", but that of " + list_.files[list_.tensors[it->second].file].filename().string() + " does"));
             }
             if (listed[it->second]) {
                 throw format_error(where + ": lists tensor " + detail::in_quotes(tensor) + " twice");

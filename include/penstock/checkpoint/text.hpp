@@ -56,7 +56,8 @@ public:
         struct stat status {};
         if (::fstat(descriptor_, &status) != 0 || !S_ISREG(status.st_mode)) {
             ::close(descriptor_);
-            throw io_error(path_ + (S_ISDIR(status.st_mode) ? ": is a directory, a file is wanted here" : ": is not a regular file"));
+            throw io_error(path_ +
+                           (S_ISDIR(status.st_mode) ? ": is a directory, a file is wanted here" : ": is not a regular file"));
         }
         size_ = static_cast<std::uint64_t>(status.st_size);
     }
@@ -82,8 +83,9 @@ public:
                 continue;
             }
             if (got <= 0) {
-                throw io_error(path_ + ": " + std::to_string(into.size()) + " bytes wanted at byte " + std::to_string(offset) + ", " +
-                               std::to_string(done) + " got: " + (got < 0 ? system_text(errno) : std::string("the file ends there")));
+                throw io_error(path_ + ": " + std::to_string(into.size()) + " bytes wanted at byte " + std::to_string(offset) +
+                               ", " + std::to_string(done) +
+                               " got: " + (got < 0 ? system_text(errno) : std::string("the file ends there")));
             }
             done += static_cast<std::size_t>(got);
         }
@@ -99,7 +101,8 @@ private:
 [[nodiscard]] inline std::string read_text(const std::filesystem::path& path, std::uint64_t limit = 512ull << 20) {
     const input_file file(path);
     if (file.size() > limit) {
-        throw format_error(path.string() + ": holds " + std::to_string(file.size()) + " bytes, at most " + std::to_string(limit) + " are expected");
+        throw format_error(path.string() + ": holds " + std::to_string(file.size()) + " bytes, at most " + std::to_string(limit) +
+                           " are expected");
     }
     std::string text(file.size(), '\0');
     file.read(0, text);
