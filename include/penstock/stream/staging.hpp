@@ -15,17 +15,21 @@
 namespace penstock::inline v0_1::detail {
 
 /// A slot of staging memory and the event of the last copy out of it: until that has passed, the slot must not be filled.
+template <class Marker>
 struct staging_slot {
     std::byte* data = nullptr;
-    event copied{waiting::sleep};
+    Marker copied{waiting::sleep};
 };
 
 /// The host memory through which bytes reach a device: equal slots, taken by one reader at a time, the longest returned first, so that its
 /// copy is the likeliest to be over. Pinned slots come from an arena. If not all can be had, it makes do with fewer, down to one; if none
 /// can be pinned, with pageable ones. Does not lock: its owner does. The destructor waits for the copies.
-template <class Memory, class Pinning = cuda_pinning>
+/// @tparam Marker an event or a test's stand-in: synchronize(), synchronize_quietly()
+template <class Memory, class Pinning = cuda_pinning, class Marker = event>
 class staging {
 public:
+    using slot = staging_slot<Marker>;
+
     [[nodiscard]] static constexpr std::size_t bytes_needed(std::size_t slot_bytes, std::uint32_t slots) noexcept {
         return round_up(slot_bytes, memory::page_bytes) * slots;
     }
@@ -35,7 +39,7 @@ public:
     staging& operator=(const staging&) = delete;
 
     ~staging() {
-        for (const staging_slot& s : slots_) {
+        for (const slot& s : slots_) {
             s.copied.synchronize_quietly();
         }
         if constexpr (!in_arena) {
@@ -88,17 +92,17 @@ public:
     [[nodiscard]] bool available() const noexcept { return !free_.empty(); }
 
     /// The slot that was returned longest ago; its copy may still run. @pre available()
-    [[nodiscard]] staging_slot* take() {
-        staging_slot* slot = free_.front();
+    [[nodiscard]] slot* take() {
+        slot* next = free_.front();
         free_.pop_front();
-        return slot;
+        return next;
     }
 
     /// Returns a slot from which a copy was enqueued.
-    void give_back(staging_slot* slot) { free_.push_back(slot); }
+    void give_back(slot* used) { free_.push_back(used); }
 
     /// Returns a slot that was not used: it is the next to be taken.
-    void give_back_unused(staging_slot* slot) { free_.push_front(slot); }
+    void give_back_unused(slot* fresh) { free_.push_front(fresh); }
 
 private:
     static constexpr bool in_arena = std::is_same_v<Memory, memory::pinned>;
@@ -117,8 +121,8 @@ private:
     std::byte* data_ = nullptr;
     std::size_t bytes_ = 0;
     std::size_t slot_bytes_ = 0;
-    std::vector<staging_slot> slots_;
-    std::deque<staging_slot*> free_;
+    std::vector<slot> slots_;
+    std::deque<slot*> free_;
     std::string how_;
 };
 

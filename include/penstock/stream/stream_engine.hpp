@@ -1,6 +1,6 @@
 #pragma once
 
-#include <penstock/cuda/stream.hpp>
+#include <penstock/stream/link.hpp>
 #include <penstock/stream/staging.hpp>
 #include <penstock/stream/ticket.hpp>
 
@@ -15,7 +15,7 @@ namespace penstock::inline v0_1::detail {
 ///
 /// The queue is told of a request once, and again when it is promoted; it answers with chunks. An answer for a chunk that is already taken,
 /// or of a load that is over, is passed over. So nothing is ever removed from a queue, and its interface needs no such function.
-template <class Memory, class Scheduler>
+template <class Memory, class Scheduler, class Link = cuda_link>
 class stream_engine final : public load_engine {
 public:
     /// Copies to a device go through `slots` slots of `slot_bytes`.
@@ -57,8 +57,8 @@ public:
                 return;
             }
         }
-        const device_guard on(near);
-        auto fresh = std::make_unique<staging<Memory>>();
+        const typename Link::guard on(near);
+        auto fresh = std::make_unique<staging_type>();
         fresh->allocate(slot_bytes_, slots_, near);
         const std::lock_guard lock(mutex);
         staging_ = std::move(fresh);
@@ -119,6 +119,9 @@ public:
     }
 
 private:
+    using staging_type = staging<Memory, cuda_pinning, typename Link::marker>;
+    using slot_type = typename staging_type::slot;
+
     /// A request that has chunks which nobody has taken.
     struct live_request {
         std::shared_ptr<load_state> load;
@@ -282,7 +285,7 @@ private:
                 return;
             }
             // The slot comes first and the chunk is chosen when the slot is free, so that the most urgent gets the next free slot.
-            staging_slot* slot = nullptr;
+            slot_type* slot = nullptr;
             std::exception_ptr slot_error;
             if (untaken_staged_ > 0) {
                 slot = staging_->take();
@@ -296,7 +299,7 @@ private:
             }
             if (j) {
                 lock.unlock();
-                bring(*j->load, j->chunk, slot, slot_error);
+                bring(*j->load, j->chunk, slot, std::move(slot_error));
                 j.reset();  // the last owner of a load may be this one, and its destructor needs no lock
                 lock.lock();
             }
@@ -304,7 +307,7 @@ private:
     }
 
     /// Waits for the copy out of a slot. A copy that failed has left the slot free, and its error is the next load's to report.
-    static std::exception_ptr await(staging_slot& slot) noexcept {
+    static std::exception_ptr await(slot_type& slot) noexcept {
         try {
             slot.copied.synchronize();
             return nullptr;
@@ -313,15 +316,14 @@ private:
         }
     }
 
-    void give_back_unused(staging_slot* slot) {
+    void give_back_unused(slot_type* slot) {
         staging_->give_back_unused(slot);
         work_.notify_one();
     }
 
-    void bring(load_state& load, std::uint32_t number, staging_slot* slot, std::exception_ptr slot_error) {
+    void bring(load_state& load, std::uint32_t number, slot_type* slot, std::exception_ptr error) {
         const planned_chunk& c = load.chunks[number];
         std::uint64_t reads = 0;
-        std::exception_ptr error = slot_error;
         if (!error) {
             try {
                 if (load.where.on_host()) {
@@ -340,7 +342,7 @@ private:
             }
             work_.notify_one();
         }
-        arrive(load, c, reads, error);
+        arrive(load, c, reads, std::move(error));
         leave(load);
     }
 
@@ -354,8 +356,8 @@ private:
     }
 
     /// A chunk larger than a slot goes slot by slot: `slot` is exchanged for the next free one on the way.
-    void through_staging(load_state& load, const planned_chunk& c, staging_slot*& slot, std::uint64_t& reads) {
-        const device_guard on(load.where.device);
+    void through_staging(load_state& load, const planned_chunk& c, slot_type*& slot, std::uint64_t& reads) {
+        const typename Link::guard on(load.where.device);
         for (std::uint64_t done = 0; done < c.bytes;) {
             if (done > 0) {
                 exchange(slot);
@@ -368,33 +370,31 @@ private:
         }
     }
 
-    void exchange(staging_slot*& slot) {
+    void exchange(slot_type*& slot) {
         std::unique_lock lock(mutex);
         staging_->give_back(slot);
         slot = staging_->take();  // there is one: the one just given back, if no other
     }
 
     /// @param done recorded behind a copy that runs on by itself
-    static void copy(const place& where, std::byte* to, const std::byte* from, std::uint64_t size, event* done) {
-        check(cudaMemcpyAsync(to, from, size, cudaMemcpyHostToDevice, where.stream), "cudaMemcpyAsync");
-        if constexpr (copies_run_on) {
-            if (done != nullptr) {
-                try {
-                    done->record(where.stream);
-                } catch (const error&) {  // the slot must not be filled while the copy reads it
-                    check(cudaStreamSynchronize(where.stream), "cudaStreamSynchronize");
-                    throw;
-                }
+    static void copy(const place& where, std::byte* to, const std::byte* from, std::uint64_t size, typename Link::marker* done) {
+        Link::copy(where, to, from, size);
+        if constexpr (!copies_run_on) {
+            Link::finish(where);
+        } else if (done != nullptr) {
+            try {
+                done->record(where.stream);
+            } catch (...) {  // the slot must not be filled while the copy reads it
+                Link::finish(where);
+                throw;
             }
-        } else {
-            check(cudaStreamSynchronize(where.stream), "cudaStreamSynchronize");
         }
     }
 
     /// Enqueues the `wanted` chunks that need no reader, in the order that a scheduler of this kind gives them.
     void copy_here(load_state& load, std::uint64_t wanted) {
         try {
-            const device_guard on(load.where.device);
+            const typename Link::guard on(load.where.device);
             typename Scheduler::queue order;
             for (const planned_request& q : load.requests) {
                 order.push(q.what);
@@ -431,13 +431,14 @@ private:
     }
 
     /// Counts a chunk that has arrived, or ends the load with the error that kept it from arriving.
-    void arrive(load_state& load, const planned_chunk& c, std::uint64_t reads, const std::exception_ptr& error) {
+    void arrive(load_state& load, const planned_chunk& c, std::uint64_t reads, std::exception_ptr error) {
+        const bool failed = error != nullptr;
         bool last = false;
         {
             const std::lock_guard lock(mutex);
             load.reads += reads;
-            if (error) {
-                fail_locked(load, error);
+            if (failed) {
+                fail_locked(load, std::move(error));
             } else {
                 load.bytes_done += c.bytes;
                 --load.left[c.request];
@@ -450,7 +451,7 @@ private:
             }
         }
         arrived.notify_all();
-        if (!error) {
+        if (!failed) {
             call_back(load, last);
         }
     }
@@ -502,7 +503,7 @@ private:
     std::unordered_map<std::uint64_t, std::vector<live_request>> live_;  ///< by the caller's number
     std::uint64_t untaken_ = 0;                                         ///< chunks of all loads that nobody has taken
     std::uint64_t untaken_staged_ = 0;
-    std::unique_ptr<staging<Memory>> staging_;
+    std::unique_ptr<staging_type> staging_;
     bool stopping_ = false;
     std::vector<std::thread> threads_;  // last: it uses everything above
 };

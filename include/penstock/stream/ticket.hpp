@@ -193,6 +193,7 @@ private:
 
     void finish() noexcept {
         on_stop_.reset();  // first, and without the lock, which its callback takes
+        std::exception_ptr error;  // goes with the ticket, not with the reader that happens to be the last to know the load
         if (load_ != nullptr) {
             std::unique_lock lock(engine_->mutex);
             const bool running = !load_->over();
@@ -202,6 +203,7 @@ private:
             }
             lock.lock();
             engine_->arrived.wait(lock, [&] { return load_->over(); });
+            error = std::move(load_->error);
         }
         load_.reset();
         engine_.reset();
