@@ -57,7 +57,7 @@ inline ceilings measure_host_ceilings() {
                         sum[lane] += from[t][w + lane];
                     }
                 }
-                sums[t] = sum[0] ^ sum[1] ^ sum[2] ^ sum[3] ^ sum[4] ^ sum[5] ^ sum[6] ^ sum[7];
+                sums[t] = sum[0] + sum[1] + sum[2] + sum[3] + sum[4] + sum[5] + sum[6] + sum[7];
             });
         }));
     }

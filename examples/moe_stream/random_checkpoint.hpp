@@ -1,11 +1,15 @@
 #pragma once
 
 #include <penstock/checkpoint/checkpoint.hpp>
+#include <penstock/model/half_floats.hpp>
 
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <fstream>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>

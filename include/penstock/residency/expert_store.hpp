@@ -88,7 +88,7 @@ public:
 
     [[nodiscard]] const moe_model& model() const noexcept { return model_; }
     [[nodiscard]] place compute() const noexcept { return compute_; }
-    [[nodiscard]] byte_source& files() noexcept { return source_; }
+    [[nodiscard]] file_source& files() noexcept { return source_; }
     [[nodiscard]] stream_type& loader() noexcept { return stream_; }
 
     /// How the host tier's memory was had ("huge pages, registered", ...); empty without a host tier of the store's own.

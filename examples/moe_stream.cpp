@@ -1,8 +1,8 @@
 /// moe_stream [MODEL_DIR]: the main job. Opens a Mixture-of-Experts checkpoint whose experts are larger than the memory given to them, streams
 /// experts in on demand, computes the layers (a) with everything resident, (b) naively, (c) with penstock, and holds the answers against each other.
 
-#include "random_checkpoint.hpp"
-#include "session.hpp"
+#include "moe_stream/random_checkpoint.hpp"
+#include "moe_stream/session.hpp"
 
 #include <unistd.h>
 
