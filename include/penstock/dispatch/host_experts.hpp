@@ -4,6 +4,7 @@
 #include <penstock/dispatch/decode.hpp>
 #include <penstock/dispatch/detail/host_kernels.hpp>
 #include <penstock/dispatch/detail/host_kernels_avx2.hpp>
+#include <penstock/dispatch/detail/host_kernels_avx512.hpp>
 #include <penstock/dispatch/detail/host_projection.hpp>
 #include <penstock/dispatch/expert_work.hpp>
 #include <penstock/dispatch/permutation.hpp>
@@ -24,15 +25,19 @@
 namespace penstock::inline v0_1 {
 
 /// The instruction sets for which the host executor has loops of its own.
-enum class host_isa : std::uint8_t { portable, avx2 };
+enum class host_isa : std::uint8_t { portable, avx2, avx512 };
 
-[[nodiscard]] constexpr const char* name(host_isa isa) noexcept { return isa == host_isa::avx2 ? "avx2" : "portable"; }
+[[nodiscard]] constexpr const char* name(host_isa isa) noexcept {
+    return isa == host_isa::avx512 ? "avx512" : isa == host_isa::avx2 ? "avx2" : "portable";
+}
 
 /// The best one that this machine runs.
 [[nodiscard]] inline host_isa best_host_isa() noexcept {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
-        return host_isa::avx2;
+    // Every processor with AVX2 has F16C, whose name clang 14 does not know here.
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+        const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
+        return wide ? host_isa::avx512 : host_isa::avx2;
     }
 #endif
     return host_isa::portable;
@@ -42,6 +47,9 @@ namespace detail {
 
 [[nodiscard]] inline const host_kernels& kernels_for(host_isa isa) {
 #if defined(__x86_64__)
+    if (isa == host_isa::avx512) {
+        return avx512::kernels;
+    }
     if (isa == host_isa::avx2) {
         return avx2::kernels;
     }

@@ -6,26 +6,50 @@
 
 #include <immintrin.h>
 
-/// The loops of host_kernels.hpp for AVX2 with FMA and F16C. Each function names its instruction set, so that no build flag is needed and
-/// the choice is made on the machine; that is also why the loops are written again for each set: the attribute takes no parameter.
+#include <utility>
+
+/// The loops of host_kernels.hpp for AVX2 with FMA and F16C. Each function names its instruction set, so that no build flag is
+/// needed and the choice is made on the machine; that is also why the loops are written again for each set: the attribute takes no
+/// parameter.
 
 namespace penstock::inline v0_1 {
 namespace detail::avx2 {
 
-inline constexpr std::uint32_t step = 16;  ///< columns that two vectors hold
+using lanes = __m256;
+inline constexpr std::uint32_t half = 8;
+inline constexpr std::uint32_t step = 16;  ///< columns of a pair
 
-/// `step` weights, columns i to i + 15, before their scale.
+/// Columns i to i + 7 and i + 8 to i + 15.
 struct pair {
-    __m256 low;
-    __m256 high;
+    lanes low;
+    lanes high;
 };
 
+[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline lanes zero_lanes() { return _mm256_setzero_ps(); }
+[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline lanes broadcast(float value) { return _mm256_set1_ps(value); }
+[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline lanes load_lanes(const float* from) { return _mm256_loadu_ps(from); }
+[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline void store_lanes(float* to, lanes v) { _mm256_storeu_ps(to, v); }
+[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline lanes multiply(lanes a, lanes b) { return _mm256_mul_ps(a, b); }
+[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline lanes fma(lanes a, lanes b, lanes sum) { return _mm256_fmadd_ps(a, b, sum); }
+
+[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline lanes load_even_bf16(const std::byte* data) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(data)), 16));
+}
+
+/// The sum of all lanes, in a fixed order.
+[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline float total(pair sums) {
+    const __m256 both = _mm256_add_ps(sums.low, sums.high);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+/// Weights i to i + step - 1, before their scale. @pre i is a multiple of step
 template <class Format>
 [[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline pair load(const std::byte* data, std::uint32_t i) {
     if constexpr (Format::kind == weight_kind::f32) {
-        const auto* p = data + 4 * std::uint64_t{i};
-        return {_mm256_castsi256_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))),
-                _mm256_castsi256_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32)))};
+        const auto* p = reinterpret_cast<const __m256i*>(data + 4 * std::uint64_t{i});
+        return {_mm256_castsi256_ps(_mm256_loadu_si256(p)), _mm256_castsi256_ps(_mm256_loadu_si256(p + 1))};
     } else if constexpr (Format::kind == weight_kind::bf16) {
         const auto* p = reinterpret_cast<const __m128i*>(data + 2 * std::uint64_t{i});
         return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(p)), 16)),
@@ -34,15 +58,15 @@ template <class Format>
         const auto* p = reinterpret_cast<const __m128i*>(data + 2 * std::uint64_t{i});
         return {_mm256_cvtph_ps(_mm_loadu_si128(p)), _mm256_cvtph_ps(_mm_loadu_si128(p + 1))};
     } else if constexpr (Format::kind == weight_kind::fp8_block128) {
-        // E4M3 moved into an f16 is the value / 256, subnormals too; `scale` makes up for it. The NaN pattern becomes one of f16.
+        // E4M3 moved into an f16 is the value / 256, subnormals too; block_factor makes up for it. The NaN pattern becomes one of f16.
         const __m256i v = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data + i)));
         const __m256i magnitude = _mm256_and_si256(v, _mm256_set1_epi16(0x7f));
         const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(v, _mm256_set1_epi16(0x80)), 8);
         const __m256i nan = _mm256_and_si256(_mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x7f)), _mm256_set1_epi16(0x7e00));
-        const __m256i half = _mm256_or_si256(_mm256_or_si256(_mm256_slli_epi16(magnitude, 7), sign), nan);
-        return {_mm256_cvtph_ps(_mm256_castsi256_si128(half)), _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1))};
+        const __m256i f16 = _mm256_or_si256(_mm256_or_si256(_mm256_slli_epi16(magnitude, 7), sign), nan);
+        return {_mm256_cvtph_ps(_mm256_castsi256_si128(f16)), _mm256_cvtph_ps(_mm256_extracti128_si256(f16, 1))};
     } else {
-        // Only the low four bits of an index count, so neighbours' bits above them need no mask.
+        // The permutation reads the low three bits of an index, so neighbours' bits above them need no mask.
         const __m256 magnitudes = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
         const __m256i sign_bit = _mm256_set1_epi32(static_cast<int>(0x80000000u));
         const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(data + i / 2));
@@ -56,47 +80,62 @@ template <class Format>
     }
 }
 
-/// Scale of a block, for what `load` returns.
+[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline pair zero() { return {zero_lanes(), zero_lanes()}; }
+
+[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline pair load_floats(const float* from) { return {load_lanes(from), load_lanes(from + half)}; }
+
+[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline pair multiply_add(pair a, pair b, pair sum) { return {fma(a.low, b.low, sum.low), fma(a.high, b.high, sum.high)}; }
+
+/// The last columns, fewer than `step`, and zeros after them.
+[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline pair load_tail(const float* from, std::uint32_t count) {
+    float padded[step]{};
+    for (std::uint32_t i = 0; i < count; ++i) {
+        padded[i] = from[i];
+    }
+    return load_floats(padded);
+}
+
 template <class Format>
-[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline __m256 scale(const std::byte* scales, std::uint32_t block) {
+[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline pair load_stored_tail(const stored_run& run, std::uint32_t first, std::uint32_t count) {
+    float padded[step]{};
+    for (std::uint32_t i = 0; i < count; ++i) {
+        padded[i] = weight_of<Format>(run, first + i);
+    }
+    return load_floats(padded);
+}
+
+/// Factor of a scale block, for what `load` returns; not used by formats without scales.
+template <class Format>
+[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline lanes block_factor(const stored_run& run, std::uint32_t column) {
     if constexpr (Format::kind == weight_kind::fp8_block128) {
-        return _mm256_set1_ps(256.0f * load_unaligned<float>(scales, block));
+        return broadcast(256.0f * load_unaligned<float>(run.scales, column / 128));
+    } else if constexpr (Format::kind == weight_kind::mxfp4) {
+        return broadcast(decode_e8m0(static_cast<std::uint8_t>(run.scales[column / 32])));
     } else {
-        return _mm256_set1_ps(decode_e8m0(static_cast<std::uint8_t>(scales[block])));
+        return zero_lanes();
     }
 }
 
 /// `load`, scaled where the format has scales.
 template <class Format>
-[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline pair load_scaled(const std::byte* data, std::uint32_t i, __m256 factor) {
+[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline pair load_scaled(const std::byte* data, std::uint32_t i, lanes factor) {
     pair w = load<Format>(data, i);
     if constexpr (block_columns<Format> != block_columns<void>) {
-        w.low = _mm256_mul_ps(w.low, factor);
-        w.high = _mm256_mul_ps(w.high, factor);
+        w = {multiply(w.low, factor), multiply(w.high, factor)};
     }
     return w;
-}
-
-[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline float sum(__m256 low, __m256 high) {
-    const __m256 both = _mm256_add_ps(low, high);
-    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
-    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
 template <class Format>
 [[gnu::target("avx2,fma,f16c")]] void decode(const stored_run& run, std::uint32_t n, float* out) {
     const std::uint32_t whole = n / step * step;
-    __m256 factor = _mm256_setzero_ps();
-    for (std::uint32_t begin = 0; begin < whole;) {
-        const std::uint32_t end = smaller(begin + block_columns<Format>, whole);
-        if constexpr (block_columns<Format> != block_columns<void>) {
-            factor = scale<Format>(run.scales, begin / block_columns<Format>);
-        }
-        for (; begin < end; begin += step) {
-            const pair w = load_scaled<Format>(run.data, begin, factor);
-            _mm256_storeu_ps(out + begin, w.low);
-            _mm256_storeu_ps(out + begin + 8, w.high);
+    for (std::uint32_t i = 0; i < whole;) {
+        const std::uint32_t end = smaller(i + block_columns<Format>, whole);
+        const lanes factor = block_factor<Format>(run, i);
+        for (; i < end; i += step) {
+            const pair w = load_scaled<Format>(run.data, i, factor);
+            store_lanes(out + i, w.low);
+            store_lanes(out + i + half, w.high);
         }
     }
     for (std::uint32_t i = whole; i < n; ++i) {
@@ -104,140 +143,114 @@ template <class Format>
     }
 }
 
-template <class Format, std::uint32_t Rows>
-[[gnu::target("avx2,fma,f16c")]] void dot_rows(const stored_run* runs, std::uint32_t n, const float* x, float* out) {
+// Indices come as packs where arrays should become registers: compilers do not unroll a loop at -O2.
+
+template <class Format, std::size_t... R>
+[[gnu::target("avx2,fma,f16c")]] void dot_rows_of(std::index_sequence<R...>, const stored_run* runs, std::uint32_t n, const float* x, float* out) {
     const std::uint32_t whole = n / step * step;
-    pair sums[Rows];
-    __m256 factor[Rows];
-    for (std::uint32_t r = 0; r < Rows; ++r) {
-        sums[r] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
-        factor[r] = _mm256_setzero_ps();
-    }
-    for (std::uint32_t begin = 0; begin < whole;) {
-        const std::uint32_t end = smaller(begin + block_columns<Format>, whole);
-        if constexpr (block_columns<Format> != block_columns<void>) {
-            for (std::uint32_t r = 0; r < Rows; ++r) {
-                factor[r] = scale<Format>(runs[r].scales, begin / block_columns<Format>);
-            }
-        }
-        for (; begin < end; begin += step) {
-            const __m256 low = _mm256_loadu_ps(x + begin);
-            const __m256 high = _mm256_loadu_ps(x + begin + 8);
-            for (std::uint32_t r = 0; r < Rows; ++r) {
-                const pair w = load_scaled<Format>(runs[r].data, begin, factor[r]);
-                sums[r].low = _mm256_fmadd_ps(w.low, low, sums[r].low);
-                sums[r].high = _mm256_fmadd_ps(w.high, high, sums[r].high);
-            }
+    const std::byte* const data[] = {runs[R].data...};
+    pair sums[] = {(static_cast<void>(R), zero())...};
+    for (std::uint32_t i = 0; i < whole;) {
+        const std::uint32_t end = smaller(i + block_columns<Format>, whole);
+        const lanes factor[] = {block_factor<Format>(runs[R], i)...};
+        for (; i < end; i += step) {
+            const pair input = load_floats(x + i);
+            ((sums[R] = multiply_add(load_scaled<Format>(data[R], i, factor[R]), input, sums[R])), ...);
         }
     }
     if (whole < n) {
-        float padded[step]{};
-        for (std::uint32_t i = whole; i < n; ++i) {
-            padded[i - whole] = x[i];
-        }
-        for (std::uint32_t r = 0; r < Rows; ++r) {
-            float w[step]{};
-            for (std::uint32_t i = whole; i < n; ++i) {
-                w[i - whole] = weight_of<Format>(runs[r], i);
-            }
-            sums[r].low = _mm256_fmadd_ps(_mm256_loadu_ps(w), _mm256_loadu_ps(padded), sums[r].low);
-            sums[r].high = _mm256_fmadd_ps(_mm256_loadu_ps(w + 8), _mm256_loadu_ps(padded + 8), sums[r].high);
-        }
+        const pair input = load_tail(x + whole, n - whole);
+        ((sums[R] = multiply_add(load_stored_tail<Format>(runs[R], whole, n - whole), input, sums[R])), ...);
     }
-    for (std::uint32_t r = 0; r < Rows; ++r) {
-        out[r] = sum(sums[r].low, sums[r].high);
-    }
+    ((out[R] = total(sums[R])), ...);
 }
 
-template <std::uint32_t Tokens>
-[[gnu::target("avx2,fma,f16c")]] void dot_some_tokens(const float* w, const float* const* x, std::uint32_t n, float* out) {
+template <class Format, std::size_t Rows>
+void dot_rows(const stored_run* runs, std::uint32_t n, const float* x, float* out) {
+    dot_rows_of<Format>(std::make_index_sequence<Rows>(), runs, n, x, out);
+}
+
+/// `P` counts the pairs of a row and a token, rows first.
+template <std::size_t... R, std::size_t... P>
+[[gnu::target("avx2,fma,f16c")]] void dot_tile_of(std::index_sequence<R...>, std::index_sequence<P...>, const float* w, std::size_t w_stride,
+                     const float* const* x, std::uint32_t n, float* out, std::size_t out_stride) {
+    constexpr std::size_t rows = sizeof...(R);
     const std::uint32_t whole = n / step * step;
-    pair sums[Tokens];
-    for (std::uint32_t t = 0; t < Tokens; ++t) {
-        sums[t] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
-    }
+    pair sums[] = {(static_cast<void>(P), zero())...};
     for (std::uint32_t i = 0; i < whole; i += step) {
-        const __m256 low = _mm256_loadu_ps(w + i);
-        const __m256 high = _mm256_loadu_ps(w + i + 8);
-        for (std::uint32_t t = 0; t < Tokens; ++t) {
-            sums[t].low = _mm256_fmadd_ps(low, _mm256_loadu_ps(x[t] + i), sums[t].low);
-            sums[t].high = _mm256_fmadd_ps(high, _mm256_loadu_ps(x[t] + i + 8), sums[t].high);
-        }
+        const pair weights[] = {load_floats(w + R * w_stride + i)...};
+        ((sums[P] = multiply_add(weights[P % rows], load_floats(x[P / rows] + i), sums[P])), ...);
     }
     if (whole < n) {
-        for (std::uint32_t t = 0; t < Tokens; ++t) {
-            float tail[step]{};
-            float padded[step]{};
-            for (std::uint32_t i = whole; i < n; ++i) {
-                tail[i - whole] = w[i];
-                padded[i - whole] = x[t][i];
-            }
-            sums[t].low = _mm256_fmadd_ps(_mm256_loadu_ps(tail), _mm256_loadu_ps(padded), sums[t].low);
-            sums[t].high = _mm256_fmadd_ps(_mm256_loadu_ps(tail + 8), _mm256_loadu_ps(padded + 8), sums[t].high);
-        }
+        const pair weights[] = {load_tail(w + R * w_stride + whole, n - whole)...};
+        ((sums[P] = multiply_add(weights[P % rows], load_tail(x[P / rows] + whole, n - whole), sums[P])), ...);
     }
-    for (std::uint32_t t = 0; t < Tokens; ++t) {
-        out[t] = sum(sums[t].low, sums[t].high);
-    }
+    ((out[P / rows * out_stride + P % rows] = total(sums[P])), ...);
 }
 
-inline void dot_tokens(const float* w, const float* const* x, std::uint32_t tokens, std::uint32_t n, float* out) {
+template <std::size_t Rows, std::size_t Tokens>
+void dot_some(const float* w, std::size_t w_stride, const float* const* x, std::uint32_t tokens, std::uint32_t n, float* out,
+              std::size_t out_stride) {
     std::uint32_t t = 0;
-    for (; t + 4 <= tokens; t += 4) {
-        dot_some_tokens<4>(w, x + t, n, out + t);
+    for (; t + Tokens <= tokens; t += Tokens) {
+        dot_tile_of(std::make_index_sequence<Rows>(), std::make_index_sequence<Rows * Tokens>(), w, w_stride, x + t, n,
+                    out + t * out_stride, out_stride);
     }
-    for (; t + 2 <= tokens; t += 2) {
-        dot_some_tokens<2>(w, x + t, n, out + t);
-    }
-    if (t < tokens) {
-        dot_some_tokens<1>(w, x + t, n, out + t);
+    for (; t < tokens; ++t) {
+        dot_tile_of(std::make_index_sequence<Rows>(), std::make_index_sequence<Rows>(), w, w_stride, x + t, n, out + t * out_stride,
+                    out_stride);
     }
 }
 
-template <std::uint32_t Columns>
-[[gnu::target("avx2,fma,f16c")]] void add_some_columns(const float* w, std::size_t stride, const float* factors, std::uint32_t n,
-                                                       float* sums) {
-    __m256 factor[Columns];
-    for (std::uint32_t c = 0; c < Columns; ++c) {
-        factor[c] = _mm256_set1_ps(factors[c]);
+inline void dot_tile(const float* w, std::size_t w_stride, std::uint32_t rows, const float* const* x, std::uint32_t tokens,
+                     std::uint32_t n, float* out, std::size_t out_stride) {
+    std::uint32_t r = 0;
+    for (; r + 2 <= rows; r += 2) {
+        dot_some<2, 2>(w + r * w_stride, w_stride, x, tokens, n, out + r, out_stride);
     }
+    for (; r < rows; ++r) {
+        dot_some<1, 4>(w + r * w_stride, w_stride, x, tokens, n, out + r, out_stride);
+    }
+}
+
+template <std::size_t... C>
+[[gnu::target("avx2,fma,f16c")]] void add_columns_of(std::index_sequence<C...>, const float* w, std::size_t w_stride, const float* factors, std::uint32_t n,
+                        float* sums) {
+    const lanes factor[] = {broadcast(factors[C])...};
     std::uint32_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        __m256 s = _mm256_loadu_ps(sums + i);
-        for (std::uint32_t c = 0; c < Columns; ++c) {
-            s = _mm256_fmadd_ps(_mm256_loadu_ps(w + c * stride + i), factor[c], s);
-        }
-        _mm256_storeu_ps(sums + i, s);
+    for (; i + half <= n; i += half) {
+        lanes s = load_lanes(sums + i);
+        ((s = fma(load_lanes(w + C * w_stride + i), factor[C], s)), ...);
+        store_lanes(sums + i, s);
     }
     for (; i < n; ++i) {
-        for (std::uint32_t c = 0; c < Columns; ++c) {
-            sums[i] = __builtin_fmaf(w[c * stride + i], factors[c], sums[i]);
-        }
+        float s = sums[i];
+        ((s = __builtin_fmaf(w[C * w_stride + i], factors[C], s)), ...);
+        sums[i] = s;
     }
 }
 
-inline void add_columns(const float* w, std::size_t stride, const float* factors, std::uint32_t columns, std::uint32_t n, float* sums) {
+inline void add_columns(const float* w, std::size_t w_stride, const float* factors, std::uint32_t columns, std::uint32_t n, float* sums) {
     if (columns == 4) {
-        add_some_columns<4>(w, stride, factors, n, sums);
+        add_columns_of(std::make_index_sequence<4>(), w, w_stride, factors, n, sums);
         return;
     }
     for (std::uint32_t c = 0; c < columns; ++c) {
-        add_some_columns<1>(w + c * stride, stride, factors + c, n, sums);
+        add_columns_of(std::make_index_sequence<1>(), w + c * w_stride, w_stride, factors + c, n, sums);
     }
 }
 
 [[gnu::target("avx2,fma,f16c")]] inline void decode_every_second_bf16(const std::byte* data, std::uint32_t n, float* out) {
     std::uint32_t i = 0;
-    for (; i + 8 < n; i += 8) {  // not to n itself: the last load would reach past the last element
-        const __m256i two = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data + 4 * std::uint64_t{i}));
-        _mm256_storeu_ps(out + i, _mm256_castsi256_ps(_mm256_slli_epi32(two, 16)));
+    for (; i + half < n; i += half) {  // not to n itself: the last load would reach past the last element
+        store_lanes(out + i, load_even_bf16(data + 4 * std::uint64_t{i}));
     }
     portable::decode_every_second_bf16(data + 4 * std::uint64_t{i}, n - i, out + i);
 }
 
 template <class... Formats>
 constexpr host_kernels table() {
-    return {{decode<Formats>...}, {dot_rows<Formats, 1>...}, {dot_rows<Formats, 4>...}, dot_tokens, add_columns, decode_every_second_bf16};
+    return {{decode<Formats>...}, {dot_rows<Formats, 1>...}, {dot_rows<Formats, 4>...}, dot_tile, add_columns, decode_every_second_bf16};
 }
 
 inline constexpr host_kernels kernels = table<format::f32, format::bf16, format::f16, format::fp8_block128, format::mxfp4>();

@@ -121,20 +121,21 @@ inline void multiply(const host_matrix& matrix, std::uint32_t first, std::uint32
         }
         return;
     }
-    float* w = scratch.take(0, m.cols);
-    float sums[host_tokens];
-    for (; i < rows; ++i) {
-        if (walk == host_walk::rows) {
-            k.decode[kind](run_of_row(matrix.kind, m, matrix.record, first + i), m.cols, w);
-        } else {
+    constexpr std::uint32_t tile = 4;  // decoded rows that meet every token
+    float* w = scratch.take(0, tile * std::size_t{m.cols});
+    for (; i < rows; i += tile) {
+        const std::uint32_t count = smaller(tile, rows - i);
+        for (std::uint32_t r = 0; r < count; ++r) {
+            float* row = w + r * std::size_t{m.cols};
+            if (walk == host_walk::rows) {
+                k.decode[kind](run_of_row(matrix.kind, m, matrix.record, first + i + r), m.cols, row);
+                continue;
+            }
             for (std::uint32_t c = 0; c < m.cols; ++c) {
-                w[c] = weight_at(matrix.kind, m, matrix.record, first + i, c);
+                row[c] = weight_at(matrix.kind, m, matrix.record, first + i + r, c);
             }
         }
-        k.dot_tokens(w, x, tokens, m.cols, sums);
-        for (std::uint32_t t = 0; t < tokens; ++t) {
-            out[t * stride + i] = sums[t];
-        }
+        k.dot_tile(w, m.cols, count, x, tokens, m.cols, out + i, stride);
     }
 }
 
