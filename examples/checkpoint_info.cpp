@@ -74,15 +74,12 @@ int main(int argc, char** argv) {
         for (const ps::tensor_info& t : weights.all().tensors) {
             const std::string file = weights.all().files[t.file].string(), sum = hash ? (*hash)(t) : "";
             if (json) {
-                tensors.push_back({{"name", t.name},
-                                   {"dtype", ps::name(t.type)},
-                                   {"shape", t.shape},
-                                   {"file", file},
-                                   {"offset", t.offset},
-                                   {"bytes", t.bytes}});
+                nlohmann::json entry{{"name", t.name}, {"dtype", ps::name(t.type)}, {"shape", t.shape}, {"file", file}};
+                entry.update({{"offset", t.offset}, {"bytes", t.bytes}});
                 if (hash) {
-                    tensors.back()["digest"] = sum;
+                    entry["digest"] = sum;
                 }
+                tensors.push_back(std::move(entry));
             } else {
                 lines << nlohmann::json(t.name) << ' ' << ps::name(t.type) << ' ' << nlohmann::json(t.shape) << ' '
                       << ps::to_string(ps::bytes{t.bytes}) << ' ' << file << " at " << t.offset << ' ' << sum << '\n';

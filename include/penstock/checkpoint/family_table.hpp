@@ -18,7 +18,7 @@ enum class router : std::uint8_t {
     sparse_mixer    ///< k picks, each with a masked softmax of its own
 };
 
-/// Whether the chosen weights are divided by their sum: never, always, or as config.json's norm_topk_prob says and, where it is silent, no or yes.
+/// Whether the chosen weights are divided by their sum: never, always, or as norm_topk_prob of config.json says; where it is silent, no or yes.
 enum class renormalise : std::uint8_t { never, always, config_or_no, config_or_yes };
 
 /// How groups of experts are ranked; by their best only where topk_method says group_limited_greedy.

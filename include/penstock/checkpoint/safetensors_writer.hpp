@@ -121,7 +121,7 @@ inline std::string safetensors_header(std::span<const tensor_to_write> tensors,
 
 }  // namespace detail
 
-/// Writes `tensors` to `path`, their data in the order given. The file appears under its name only when it is whole; at most 8 MiB are held.
+/// Writes `tensors` to `path`, their data in the order given. The file gets its name when it is whole; 8 MiB are held at most.
 /// @return size of the file. @throws configuration_error for duplicate names or sizes that do not fit; io_error.
 inline std::uint64_t write_safetensors(const std::filesystem::path& path, std::span<const tensor_to_write> tensors,
                                        const std::map<std::string, std::string>& metadata = {}) {

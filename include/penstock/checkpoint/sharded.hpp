@@ -152,7 +152,7 @@ class checkpoint {
 public:
     /// Opens a .safetensors file, an index (*.safetensors.index.json), or a directory. In a directory the index decides which files are
     /// read, model.safetensors.index.json before another; without one, model.safetensors or the only .safetensors file.
-    /// @throws io_error for missing or unreadable files, every missing shard listed; format_error where a file does not follow its format or
+    /// @throws io_error for missing or unreadable files, listing every missing shard; format_error where a file does not follow its format or
     /// index and shards disagree; configuration_error for a directory from which the files cannot be told.
     [[nodiscard]] static checkpoint open(const std::filesystem::path& path, unlisted rest = unlisted::leave_out) {
         std::error_code problem;
