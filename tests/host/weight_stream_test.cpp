@@ -454,6 +454,23 @@ TEST_CASE("S07 an urgent request pre-empts a large one at a chunk boundary") {
     CHECK(source.reads().size() == 201);
 }
 
+TEST_CASE("of two loads that share a request number, the more urgent is served first") {
+    slow_source source;
+    source.allow(0);
+    weight_stream<memory::pageable, chunk128, scheduler::priority<3>> stream({.readers = 1});
+    std::vector<std::byte> to(128 * 4);
+    ticket blocker = stream.start(std::vector{from_file(9, 9, 0, std::span(to).first(128))}, source, on_host());
+    source.wait_for_reads(1);
+    ticket background = stream.start(std::vector{from_file(1, 1, 0, std::span(to).subspan(128, 256), urgency::background)}, source, on_host());
+    ticket urgent = stream.start(std::vector{from_file(1, 2, 0, std::span(to).subspan(384, 128))}, source, on_host());
+    source.allow(1000);
+    background.wait();
+    urgent.wait();
+    CHECK(source.reads() == std::vector<std::uint32_t>{9, 2, 1, 1});
+    CHECK(holds_pattern(std::span(to).subspan(128, 256), 1, 0));
+    CHECK(holds_pattern(std::span(to).subspan(384, 128), 2, 0));
+}
+
 TEST_CASE("round robin takes turns between requests") {
     slow_source source(1ms);
     weight_stream<memory::pageable, chunk128, scheduler::round_robin> stream({.readers = 1});

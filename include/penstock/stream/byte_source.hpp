@@ -1,6 +1,7 @@
 #pragma once
 
 #include <penstock/error.hpp>
+#include <penstock/policy/memory.hpp>
 #include <penstock/units.hpp>
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
+#include <memory>
 #include <mutex>
 #include <span>
 #include <string>
@@ -46,6 +48,14 @@ namespace detail {
 /// Linux returns at most 2,147,479,552 bytes from one call, so no call asks for more than this.
 inline constexpr std::size_t read_call_bytes = std::size_t{1} << 30;
 
+/// The file system does not serve direct I/O on this file.
+struct direct_refused {};
+
+inline std::string short_read(const std::string& name, std::uint64_t offset, std::uint64_t wanted, std::uint64_t got, const char* why) {
+    return name + ": " + std::to_string(wanted) + " bytes were wanted at offset " + std::to_string(offset) + ", " + std::to_string(got) +
+           " were got: " + why;
+}
+
 /// Fills `into` by calls of `read_at(descriptor, buffer, bytes, offset)`, which answers as pread does: short reads are continued and
 /// interrupted ones repeated. `name()` makes the file's name for a message.
 template <class ReadAt, class Name>
@@ -61,18 +71,61 @@ void read_fully(ReadAt&& read_at, int descriptor, std::uint64_t offset, std::spa
         if (n < 0 && errno == EINTR) {
             continue;
         }
-        const std::string why = n == 0 ? std::string("the file ends there") : std::string(std::strerror(errno));
-        throw io_error(name() + ": " + std::to_string(into.size()) + " bytes were wanted at offset " + std::to_string(offset) + ", " +
-                       std::to_string(got) + " were got: " + why);
+        throw io_error(short_read(name(), offset, into.size(), got, n == 0 ? "the file ends there" : std::strerror(errno)));
+    }
+}
+
+/// As read_fully for a descriptor opened with O_DIRECT, which wants file offset, memory and length at multiples of a page: whole pages go
+/// straight to `into` where its address allows it, all else through a buffer of this call. The end of the file may be anywhere.
+template <class ReadAt, class Name>
+void read_direct(ReadAt&& read_at, int descriptor, std::uint64_t offset, std::span<std::byte> into, Name&& name) {
+    constexpr std::uint64_t page = memory::page_bytes;
+    constexpr std::uint64_t most = std::uint64_t{1} << 20;
+    const std::uint64_t end = offset + into.size();
+    const bool pages_fit = (reinterpret_cast<std::uintptr_t>(into.data()) - offset) % page == 0;
+    struct free_pages {
+        void operator()(std::byte* p) const noexcept { memory::pageable::deallocate(p, 0); }
+    };
+    std::unique_ptr<std::byte[], free_pages> aside;
+    for (std::uint64_t at = offset; at < end;) {
+        const std::uint64_t first = round_down(at, page);
+        const bool straight = pages_fit && at == first && end - at >= page;
+        const std::uint64_t size = straight    ? round_down(smaller<std::uint64_t>(end - at, read_call_bytes), page)
+                                   : pages_fit ? page
+                                               : smaller(round_up(end - first, page), most);
+        if (!straight && aside == nullptr) {
+            aside.reset(static_cast<std::byte*>(memory::pageable::allocate(smaller(round_up(end - round_down(offset, page), page), most))));
+        }
+        std::byte* to = straight ? into.data() + (at - offset) : aside.get();
+        const ssize_t n = read_at(descriptor, to, size, static_cast<off_t>(first));
+        if (n < 0 && errno == EINTR) {
+            continue;
+        }
+        if (n < 0 && errno == EINVAL) {
+            throw direct_refused{};
+        }
+        if (n <= static_cast<ssize_t>(at - first)) {
+            throw io_error(short_read(name(), offset, into.size(), at - offset, n < 0 ? std::strerror(errno) : "the file ends there"));
+        }
+        const std::uint64_t got = smaller<std::uint64_t>(static_cast<std::uint64_t>(n) - (at - first), end - at);
+        if (!straight) {
+            std::memcpy(into.data() + (at - offset), aside.get() + (at - first), got);
+        }
+        at += got;
     }
 }
 
 }  // namespace detail
 
-/// Files read by pread. A file is opened when it is first read and stays open as long as the source lives.
+/// How a file's bytes are read: through the page cache, or past it (worth it for files that are not in it, on fast disks).
+enum class file_access : std::uint8_t { buffered, direct };
+
+/// Files read by pread. A file is opened when it is first read and stays open as long as the source lives. Where a file system does not
+/// serve direct I/O, at open or at a read, that file is read through the page cache, and condition() says so.
 class file_source final : public byte_source {
 public:
-    explicit file_source(std::vector<std::filesystem::path> paths) : files_(paths.size()) {
+    explicit file_source(std::vector<std::filesystem::path> paths, file_access access = file_access::buffered)
+        : access_(access), files_(paths.size()) {
         for (std::size_t i = 0; i < paths.size(); ++i) {
             files_[i].path = std::move(paths[i]);
         }
@@ -87,8 +140,17 @@ public:
     }
 
     void read(std::uint32_t file, std::uint64_t offset, std::span<std::byte> into) override {
-        const int descriptor = open(file);
-        detail::read_fully(::pread, descriptor, offset, into, [&] { return name(file); });
+        const auto [descriptor, direct] = open(file);
+        const auto called = [&] { return name(file); };
+        if (direct) {
+            try {
+                detail::read_direct(::pread, descriptor, offset, into, called);
+                return;
+            } catch (const detail::direct_refused&) {
+                step_down(file);
+            }
+        }
+        detail::read_fully(::pread, descriptor, offset, into, called);
     }
 
     [[nodiscard]] std::string name(std::uint32_t file) const override {
@@ -101,30 +163,37 @@ public:
         if (file >= files_.size() || files_[file].descriptor < 0) {
             return {};
         }
-        const double part = files_[file].cached;
-        return part > 0.95 ? "pread, in the page cache" : part < 0.05 ? "pread, from the disk" : "pread, in part in the page cache";
+        const entry& f = files_[file];
+        if (f.direct) {
+            return "direct reads";
+        }
+        const double part = f.cached;
+        const std::string refusal = access_ == file_access::direct ? "direct reads refused; " : "";
+        return refusal + (part > 0.95 ? "pread, in the page cache" : part < 0.05 ? "pread, from the disk" : "pread, in part in the page cache");
     }
 
     /// Bytes of the file now. Opens it. @throws io_error
     [[nodiscard]] std::uint64_t size(std::uint32_t file) {
         struct stat about {};
-        if (::fstat(open(file), &about) != 0) {
+        if (::fstat(open(file).first, &about) != 0) {
             throw io_error(name(file) + ": its size cannot be read: " + std::strerror(errno));
         }
         return static_cast<std::uint64_t>(about.st_size);
     }
 
     /// Whether most of the file's pages are in the page cache now (up to 256 of them, evenly spread, are asked). Opens it. @throws io_error
-    [[nodiscard]] bool in_page_cache(std::uint32_t file) { return cached_part(open(file)) > 0.95; }
+    [[nodiscard]] bool in_page_cache(std::uint32_t file) { return cached_part(open(file).first) > 0.95; }
 
 private:
     struct entry {
         std::filesystem::path path;
         int descriptor = -1;
+        bool direct = false;
         double cached = 0;  ///< part of the file that was in the page cache when it was opened
     };
 
-    int open(std::uint32_t file) {
+    /// Its descriptor, and whether it is read directly.
+    std::pair<int, bool> open(std::uint32_t file) {
         const std::lock_guard lock(mutex_);
         if (file >= files_.size()) {
             throw configuration_error("penstock: file number " + std::to_string(file) + " was asked for, but the source has " +
@@ -132,13 +201,29 @@ private:
         }
         entry& f = files_[file];
         if (f.descriptor < 0) {
-            f.descriptor = ::open(f.path.c_str(), O_RDONLY | O_CLOEXEC);
+            if (access_ == file_access::direct) {
+                f.descriptor = ::open(f.path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+                f.direct = f.descriptor >= 0;
+            }
+            if (f.descriptor < 0) {
+                f.descriptor = ::open(f.path.c_str(), O_RDONLY | O_CLOEXEC);
+            }
             if (f.descriptor < 0) {
                 throw io_error(f.path.string() + ": cannot be opened: " + std::strerror(errno));
             }
             f.cached = cached_part(f.descriptor);
         }
-        return f.descriptor;
+        return {f.descriptor, f.direct};
+    }
+
+    void step_down(std::uint32_t file) {
+        const std::lock_guard lock(mutex_);
+        entry& f = files_[file];
+        const int flags = ::fcntl(f.descriptor, F_GETFL);
+        if (f.direct && (flags < 0 || ::fcntl(f.descriptor, F_SETFL, flags & ~O_DIRECT) != 0)) {
+            throw io_error(f.path.string() + ": direct reads cannot be given up: " + std::strerror(errno));
+        }
+        f.direct = false;
     }
 
     /// Part of the sampled pages that lie in the page cache; 0 where the system does not say.
@@ -165,6 +250,7 @@ private:
         return static_cast<double>(present) / static_cast<double>(samples);
     }
 
+    file_access access_;
     mutable std::mutex mutex_;
     std::vector<entry> files_;
 };

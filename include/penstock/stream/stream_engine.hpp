@@ -364,7 +364,7 @@ private:
                 slot->copied.synchronize();
             }
             const std::uint64_t size = smaller<std::uint64_t>(slot_bytes_, c.bytes - done);
-            fetch(load, c, done, {slot->data, size}, reads);
+            fetch(load, c, done, std::span<std::byte>(slot->data, size), reads);
             copy(load.where, c.destination + done, slot->data, size, &slot->copied);
             done += size;
         }

@@ -160,6 +160,7 @@ namespace detail {
 template <class... Ps>
 struct make_weight_stream {
     PENSTOCK_CHECK_POLICIES("weight_stream", Ps...);
+    static_assert(axis_count<axis::eviction, Ps...> == 0, "penstock: weight_stream keeps nothing, so it takes no eviction rule");
     using type = basic_weight_stream<pick_policy<axis::memory, memory::pinned, Ps...>, pick_policy<axis::chunking, chunking::fixed<bytes{8u << 20}>, Ps...>,
                                      pick_policy<axis::prefetch, prefetch::depth<24>, Ps...>, pick_policy<axis::scheduling, scheduler::fifo, Ps...>>;
 };
