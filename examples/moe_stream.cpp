@@ -3,24 +3,9 @@
 
 #include "moe_stream/random_checkpoint.hpp"
 #include "moe_stream/session.hpp"
-
-#include <unistd.h>
+#include "support/temporary_directory.hpp"
 
 namespace ps = penstock;
-
-namespace {
-
-/// A directory of its own below the system's temporary one, removed at the end.
-struct temporary_directory {
-    temporary_directory() : path(std::filesystem::temp_directory_path() / ("penstock-moe-stream-" + std::to_string(getpid()))) {}
-    ~temporary_directory() {
-        std::error_code ignored;
-        std::filesystem::remove_all(path, ignored);
-    }
-    std::filesystem::path path;
-};
-
-}  // namespace
 
 int main(int argc, char** argv) {
     return example::guarded("moe_stream", [&] {
@@ -41,7 +26,7 @@ int main(int argc, char** argv) {
         CLI11_PARSE(app, argc, argv);
 
         const bool on_host = words.place().on_host();
-        const temporary_directory written;
+        const example::temporary_directory written("penstock-moe-stream");
         if (directory.empty()) {
             directory = written.path.string();
             layers = layers != 0 ? layers : on_host ? 2 : 16;

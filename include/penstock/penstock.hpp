@@ -1,0 +1,25 @@
+#pragma once
+
+/// Everything that a .cpp file may include, without checkpoint/ (which needs nlohmann_json).
+
+#include <penstock/buffer/arena.hpp>
+#include <penstock/buffer/buffer.hpp>
+#include <penstock/buffer/ring.hpp>
+#include <penstock/config.hpp>
+#include <penstock/cuda/device.hpp>
+#include <penstock/cuda/event.hpp>
+#include <penstock/cuda/stream.hpp>
+#include <penstock/dispatch/cuda_experts.hpp>
+#include <penstock/dispatch/host_experts.hpp>
+#include <penstock/error.hpp>
+#include <penstock/model/moe_model.hpp>
+#include <penstock/moe_layer.hpp>
+#include <penstock/policy/chunking.hpp>
+#include <penstock/policy/eviction.hpp>
+#include <penstock/policy/memory.hpp>
+#include <penstock/policy/prefetch.hpp>
+#include <penstock/policy/scheduling.hpp>
+#include <penstock/residency/expert_store.hpp>
+#include <penstock/stream/weight_stream.hpp>
+#include <penstock/units.hpp>
+#include <penstock/version.hpp>
