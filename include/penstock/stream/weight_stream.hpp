@@ -32,7 +32,7 @@ class basic_weight_stream {
                   "penstock: weight_stream allocates its staging; memory::registered and memory::tiered pin or combine memory that exists");
     static_assert(chunking_policy<Chunking>, "penstock: weight_stream's chunking offers bytes_per_chunk(row_bytes, total_bytes)");
     static_assert(prefetch_policy<Prefetch>, "penstock: weight_stream's prefetch depth offers chunks_ahead(chunk_bytes)");
-    static_assert(host_scheduler<Scheduler>, "penstock: weight_stream needs a scheduler with a host queue: push(request) and next()");
+    static_assert(host_scheduler<Scheduler>, "penstock: weight_stream needs a scheduler with a host queue");
 
 public:
     using memory = Memory;

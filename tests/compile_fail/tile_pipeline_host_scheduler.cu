@@ -1,0 +1,12 @@
+#include <penstock/dispatch/tile_pipeline.cuh>
+
+namespace ps = penstock;
+using namespace ps::literals;
+
+// expected-error {{"penstock: tile_pipeline needs a scheduler with a device facet, order: scheduler::fifo or round_robin"}}
+#ifdef PENSTOCK_CORRECT
+using product = ps::tile_pipeline<ps::scheduler::round_robin>;
+#else
+using product = ps::tile_pipeline<ps::scheduler::priority<3>>;
+#endif
+static_assert(product::stages > 0);
