@@ -107,6 +107,7 @@ inline std::vector<std::byte> random_record(const ps::expert_layout& layout, std
     std::normal_distribution<float> normal;
     for (const ps::matrix_layout* m : {&layout.gate, &layout.up, &layout.down}) {
         const float size = 1.0f / std::sqrt(static_cast<float>(m->cols));
+        const auto exponent = static_cast<std::uint64_t>(124 + std::lround(std::log2(size)));
         for (std::uint32_t r = 0; r < m->rows; ++r) {
             const std::uint64_t scale_row = std::uint64_t{r} * m->scale_row_step + m->scale_row0;
             for (std::uint32_t c = 0; c < m->cols; ++c) {
@@ -129,7 +130,7 @@ inline std::vector<std::byte> random_record(const ps::expert_layout& layout, std
                         const auto nibble = static_cast<std::byte>(random() % 16);
                         byte = index % 2 == 0 ? (byte & std::byte{0xf0}) | nibble : (byte & std::byte{0x0f}) | nibble << 4;
                         record[m->scale_offset + scale_row * m->scale_row_stride + c / 32] =
-                            static_cast<std::byte>(125 + (scale_row + c / 32) % 4);
+                            static_cast<std::byte>(exponent + (scale_row + c / 32) % 4);
                         break;
                     }
                 }

@@ -90,15 +90,17 @@ TEST_CASE("K02 zero tokens") {
 TEST_CASE("K06 dimensions that fit no tile, in every format and arrangement") {
     std::mt19937 random{6};
     for (ps::host_isa isa : isas()) {
-        CAPTURE(ps::name(isa));
+        CAPTURE(std::string(ps::name(isa)));
         const ps::executor::host host{2, isa};
         for (ps::weight_kind kind : kinds) {
-            CAPTURE(ps::name(kind));
+            CAPTURE(std::string(ps::name(kind)));
             for (arrangement how : {arrangement::apart, arrangement::concatenated, arrangement::interleaved, arrangement::columns,
                                     arrangement::columns_concatenated, arrangement::columns_interleaved, arrangement::scattered}) {
                 CAPTURE(static_cast<int>(how));
                 for (shape s : {shape{1, 1}, {37, 41}, {100, 36}, {192, 192}, {320, 192}, {33, 600}, {600, 2}}) {
                     const std::uint64_t shift = random() % 2;
+                    CAPTURE(s.hidden);
+                    CAPTURE(s.intermediate);
                     const double tolerance = s.intermediate < 10 ? 1e-4 : 1e-5;  // one or two numbers may be small by cancellation
                     ps::expert_layout layout = make_layout(kind, s, how, how == arrangement::interleaved, shift);
                     if (how == arrangement::interleaved) {
@@ -336,7 +338,7 @@ TEST_CASE("a pair's bits depend on nothing but its expert and its input") {
     std::mt19937 random{10};
     for (ps::host_isa isa : isas()) {
         for (ps::weight_kind kind : kinds) {
-            CAPTURE(ps::name(kind));
+            CAPTURE(std::string(ps::name(kind)));
             for (arrangement how : {arrangement::apart, arrangement::columns_interleaved}) {
                 const shape s{200, 77};
                 const ps::expert_layout layout = make_layout(kind, s, how, false);
@@ -375,7 +377,7 @@ TEST_CASE("a pair's bits depend on nothing but its expert and its input") {
 
 TEST_CASE("vectorised decoders agree with the scalar ones on every bit pattern") {
     for (ps::host_isa isa : isas()) {
-        CAPTURE(ps::name(isa));
+        CAPTURE(std::string(ps::name(isa)));
         const ps::detail::host_kernels& kernels = ps::detail::kernels_for(isa);
         const auto agree = [](float a, float b) { return std::isnan(a) ? std::isnan(b) : cuda::std::bit_cast<std::uint32_t>(a) == cuda::std::bit_cast<std::uint32_t>(b); };
         std::vector<std::uint16_t> halves(65536);
