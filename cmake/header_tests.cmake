@@ -1,5 +1,6 @@
-# Each public header as a translation unit of its own: a .hpp as .cpp and as .cu, a .cuh as .cu. All of them are then linked into one
-# program, which finds functions that are not inline. Two more units take all headers, in both orders.
+# Each public header as a translation unit of its own: a .hpp as .cpp and as .cu, a .cuh as .cu. Two more units take all headers, in both
+# orders; they are linked into one program, which finds functions that are not inline. A unit of one header for nvcc is translated to
+# PTX only: both of its compilers parse the whole file in any case, and the rest is most of the time.
 
 set(_generated "${CMAKE_CURRENT_BINARY_DIR}/headers")
 
@@ -30,12 +31,14 @@ foreach(_header IN LISTS _cuda_headers)
     penstock_header_unit(_cuda_units ${_stem} cu ${_header} ${_header})
 endforeach()
 set(_all ${_host_headers} ${_cuda_headers})
-penstock_header_unit(_cxx_units forwards cpp ${_host_headers})
-penstock_header_unit(_cuda_units forwards cu ${_all})
+set(_all_cxx_units "")
+set(_all_cuda_units "")
+penstock_header_unit(_all_cxx_units forwards cpp ${_host_headers})
+penstock_header_unit(_all_cuda_units forwards cu ${_all})
 list(REVERSE _host_headers)
 list(REVERSE _all)
-penstock_header_unit(_cxx_units backwards cpp ${_host_headers})
-penstock_header_unit(_cuda_units backwards cu ${_all})
+penstock_header_unit(_all_cxx_units backwards cpp ${_host_headers})
+penstock_header_unit(_all_cuda_units backwards cu ${_all})
 
 penstock_header_unit(_everything everything hpp ${_host_headers})
 penstock_header_unit(_everything everything cuh ${_all})
@@ -43,17 +46,19 @@ penstock_header_unit(_everything everything cuh ${_all})
 add_library(penstock_headers_cxx OBJECT ${_cxx_units})
 target_link_libraries(penstock_headers_cxx PRIVATE penstock_development)
 target_compile_options(penstock_headers_cxx PRIVATE -O0)
-set(_header_objects $<TARGET_OBJECTS:penstock_headers_cxx>)
 if(PENSTOCK_HAS_CUDA)
     add_library(penstock_headers_cuda OBJECT ${_cuda_units})
     target_link_libraries(penstock_headers_cuda PRIVATE penstock_development)
-    target_compile_options(penstock_headers_cuda PRIVATE -Xcompiler=-O0)
-    list(APPEND _header_objects $<TARGET_OBJECTS:penstock_headers_cuda>)
+    set_target_properties(penstock_headers_cuda PROPERTIES CUDA_PTX_COMPILATION ON)
+else()
+    set(_all_cuda_units "")
 endif()
 
 file(CONFIGURE OUTPUT "${_generated}/main.cpp" CONTENT "int main() { return 0; }\n" @ONLY)
-add_executable(penstock_headers_linked "${_generated}/main.cpp" ${_header_objects})
+add_executable(penstock_headers_linked "${_generated}/main.cpp" ${_all_cxx_units} ${_all_cuda_units})
 target_link_libraries(penstock_headers_linked PRIVATE penstock_development)
+target_compile_options(
+    penstock_headers_linked PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-O0> $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-O0>)
 add_test(NAME headers.linked COMMAND penstock_headers_linked)
 set_tests_properties(headers.linked PROPERTIES LABELS compile)
 
@@ -64,6 +69,6 @@ if(PENSTOCK_CLANG AND NOT CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
     add_test(
         NAME headers.clang
         COMMAND Python3::Interpreter "${PROJECT_SOURCE_DIR}/tests/compile_fail/syntax.py" --compiler "${PENSTOCK_CLANG}"
-                ${PENSTOCK_COMPILER_FOLDERS} -- ${_cxx_units})
+                ${PENSTOCK_COMPILER_FOLDERS} -- ${_all_cxx_units})
     set_tests_properties(headers.clang PROPERTIES LABELS compile TIMEOUT 600)
 endif()

@@ -128,7 +128,7 @@ private:
         std::uint32_t number;
     };
 
-    /// A chunk in the hands of a reader.
+    /// A chunk in the hands of a reader; without a load, none.
     struct job {
         std::shared_ptr<load_state> load;
         std::uint32_t chunk = 0;
@@ -213,7 +213,7 @@ private:
     }
 
     /// The scheduler's next chunk that is still wanted. Nothing where there is none.
-    [[nodiscard]] std::optional<job> next_job() {
+    [[nodiscard]] job next_job() {
         while (untaken_ > 0) {
             std::optional<chunk> answer;
             std::exception_ptr lost;
@@ -224,13 +224,13 @@ private:
             }
             if (!answer) {
                 fail_all(lost ? lost : std::make_exception_ptr(configuration_error(no_next_chunk)));
-                return std::nullopt;
+                return {};
             }
-            if (std::optional<job> j = take(*answer)) {
+            if (job j = take(*answer); j.load != nullptr) {
                 return j;
             }
         }
-        return std::nullopt;
+        return {};
     }
 
     void fail_all(const std::exception_ptr& why) {
@@ -242,10 +242,10 @@ private:
     }
 
     /// Loads may share a request number; then the most urgent that lacks this chunk gets it.
-    [[nodiscard]] std::optional<job> take(const chunk& answer) {
+    [[nodiscard]] job take(const chunk& answer) {
         const auto same = live_.find(answer.request);
         if (same == live_.end()) {
-            return std::nullopt;
+            return {};
         }
         const live_request* best = nullptr;
         for (const live_request& l : same->second) {
@@ -256,7 +256,7 @@ private:
             }
         }
         if (best == nullptr) {
-            return std::nullopt;
+            return {};
         }
         const std::uint32_t number = best->number;
         job j{best->load, best->load->requests[number].first_chunk + answer.index};
@@ -293,14 +293,14 @@ private:
                 slot_error = await(*slot);
                 lock.lock();
             }
-            std::optional<job> j = next_job();
-            if (slot != nullptr && (!j || !needs_slot(*j->load))) {
+            job j = next_job();
+            if (slot != nullptr && (j.load == nullptr || !needs_slot(*j.load))) {
                 give_back_unused(std::exchange(slot, nullptr));
             }
-            if (j) {
+            if (j.load != nullptr) {
                 lock.unlock();
-                bring(*j->load, j->chunk, slot, std::move(slot_error));
-                j.reset();  // the last owner of a load may be this one, and its destructor needs no lock
+                bring(*j.load, j.chunk, slot, std::move(slot_error));
+                j.load.reset();  // the last owner of a load may be this one, and its destructor needs no lock
                 lock.lock();
             }
         }
