@@ -286,6 +286,10 @@ TEST_CASE("every field of a tensor is there once and of its kind") {
     for (const char* wrong : {"[0]", "[0,4,4]", "[]", "[0,-4]", "[0,4.0]", "{}", "4", "null"}) {
         CHECK(says(refused(with(type + "," + shape + R"(,"data_offsets":)" + wrong)), {"\"aa\"", "data_offsets"}));
     }
+    for (const char* wrong : {"[]", "[0]"}) {
+        CHECK(says(refused(st(R"({"aa":{"dtype":"F32","shape":[0],"data_offsets":)" + std::string(wrong) + "}}")),
+                   {"\"aa\"", "2 are wanted"}));
+    }
     for (const char* wrong : {"[]", "null", "1", "\"x\"", "true", "1.5"}) {
         CHECK(says(refused(st(R"({"aa":)" + std::string(wrong) + "}")), {"\"aa\"", "an object is wanted"}));
     }
