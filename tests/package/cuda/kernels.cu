@@ -1,4 +1,7 @@
-#include <penstock/penstock.cuh>
+#include <penstock/buffer/buffer.hpp>
+#include <penstock/cuda/launch.cuh>
+#include <penstock/cuda/stream.hpp>
+#include <penstock/model/tensor.hpp>
 
 namespace {
 

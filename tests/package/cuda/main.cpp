@@ -1,4 +1,4 @@
-#include <penstock/penstock.hpp>
+#include <penstock/cuda/device.hpp>
 
 #include <cstdio>
 

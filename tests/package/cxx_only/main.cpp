@@ -1,5 +1,6 @@
-#include <penstock/checkpoint/checkpoint.hpp>
-#include <penstock/penstock.hpp>
+#include <penstock/buffer/buffer.hpp>
+#include <penstock/buffer/ring.hpp>
+#include <penstock/checkpoint/safetensors.hpp>
 
 #include <cstdio>
 
@@ -8,13 +9,12 @@ using namespace ps::literals;
 
 int main() {
     ps::buffer<float, ps::memory::pageable> numbers{16};
-    using loader = ps::weight_stream<ps::chunking::fixed<4_MiB>, ps::prefetch::depth<3>>;
-    static_assert(ps::chunking_policy<loader::chunking>);
+    ps::ring<ps::memory::pageable, ps::chunking::fixed<4_KiB>, ps::prefetch::depth<2>> ring;
     try {
-        ps::checkpoint::open("/does/not/exist");
+        static_cast<void>(ps::read_safetensors_header("/does/not/exist"));
     } catch (const ps::error& e) {
-        std::printf("%zu numbers; as expected: %s\n", numbers.size(), e.what());
-        return numbers.size() == 16 ? 0 : 1;
+        std::printf("%zu numbers, %u slots; as expected: %s\n", numbers.size(), ring.slots(), e.what());
+        return numbers.size() == 16 && ring.slots() == 2 ? 0 : 1;
     }
     return 1;
 }

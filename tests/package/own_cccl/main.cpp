@@ -2,7 +2,7 @@
 #error "the program was not compiled against the project's own CCCL target"
 #endif
 
-#include <penstock/penstock.hpp>
+#include <penstock/units.hpp>
 
 long standard_of_the_cu_file();
 
