@@ -4,10 +4,7 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cuda/std/bit>
-#include <stdexcept>
-#include <thread>
 
 namespace ps = penstock;
 using namespace records;
@@ -474,37 +471,4 @@ TEST_CASE("a format without loops is refused by name") {
     CHECK_THROWS_WITH_AS(host.experts(layout, {}, nullptr, 1, nullptr, nullptr, nullptr, nullptr), doctest::Contains("int4_group"),
                          ps::configuration_error);
     CHECK_FALSE(ps::executor::host::computes(ps::weight_kind::int4_group));
-}
-
-TEST_CASE("thread pool: every item once, errors come back, calls from several threads") {
-    ps::thread_pool pool{3};
-    CHECK(pool.size() == 3);
-    for (std::size_t items : {0u, 1u, 2u, 1000u}) {
-        std::vector<std::atomic<int>> seen(items);
-        pool.run(items, [&](std::size_t item, unsigned worker) {
-            CHECK(worker < 3);
-            ++seen[item];
-        });
-        CHECK(std::all_of(seen.begin(), seen.end(), [](const auto& n) { return n == 1; }));
-    }
-    for (int round = 0; round < 20; ++round) {
-        CHECK_THROWS_AS(pool.run(50, [](std::size_t item, unsigned) {
-            if (item == 20) {
-                throw std::runtime_error("twenty");
-            }
-        }), std::runtime_error);
-    }
-    std::atomic<int> sum{0};
-    std::vector<std::thread> callers;
-    for (int c = 0; c < 4; ++c) {
-        callers.emplace_back([&] {
-            for (int n = 0; n < 100; ++n) {
-                pool.run(10, [&](std::size_t, unsigned) { ++sum; });
-            }
-        });
-    }
-    for (std::thread& caller : callers) {
-        caller.join();
-    }
-    CHECK(sum == 4000);
 }
