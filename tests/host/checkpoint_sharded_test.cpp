@@ -162,7 +162,7 @@ TEST_CASE("F35 total_size and the rest of the metadata are informational") {
     for (const char* more :
          {R"("metadata":{"total_size":1},)", R"("metadata":{"total_size":"8"},)", R"("metadata":{"total_size":1.6e10},)",
           R"("metadata":{},)", R"("metadata":null,)", R"("metadata":[[{"weight_map":{}}]],)", R"("x":{"weight_map":{"a":[1]}},)"}) {
-        const pair_of_shards dir("{" + std::string(more) + body);
+        const pair_of_shards dir(std::string("{") + more + body);
         CHECK(value(checkpoint::open(dir.path()), "b") == 2);
     }
 }
