@@ -6,10 +6,11 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <deque>
 #include <fstream>
-#include <future>
-#include <numeric>
-#include <set>
+
+#include <sys/wait.h>
+#include <unistd.h>
 
 namespace {
 
@@ -315,7 +316,7 @@ TEST_CASE("an error of a reader reaches the ticket, and a retry works (M16)") {
     small_stream stream({.readers = 2}, {bytes{1024}});
     std::vector<std::byte> to(10'000);
     const auto message = [&](std::uint32_t file) {
-        const std::vector<transfer> list{from_file(1, 0, 0, std::span(to).first(3000)), from_file(2, file, 0, std::span(to).subspan(3000, 5000))};
+        const std::vector<transfer> list{from_file(1, 0, 0, std::span(to).first(3000)), from_file(2, file, 0, std::span(to).subspan(3000, 4096))};
         try {
             stream.run(list, files, on_host());
         } catch (const io_error& e) {
@@ -799,4 +800,38 @@ TEST_CASE("an error between two staged chunks returns the slots") {
         }
     }
     stream->stop();
+}
+
+namespace {
+
+/// Ends the process from a second thread while a load runs into objects of static storage; never returns.
+[[noreturn]] void exit_with_a_load_running(bool ticket_outlives_stream) {
+    static slow_source source(1ms);
+    static std::vector<std::byte> to(128 * 100'000);
+    static ticket outlives;
+    static weight_stream<memory::pageable, chunk128> stream({.readers = 2});
+    static ticket dies_first;
+    (ticket_outlives_stream ? outlives : dies_first) = stream.start(std::vector{from_file(1, 1, 0, to)}, source, on_host());
+    source.wait_for_reads(10);
+    std::thread([] { std::exit(0); }).detach();
+    for (;;) {
+        ::pause();
+    }
+}
+
+}  // namespace
+
+TEST_CASE("M10 objects that outlive main: exit from a second thread with a load running") {
+    for (const bool ticket_outlives_stream : {false, true}) {
+        std::fflush(nullptr);
+        const pid_t child = ::fork();
+        REQUIRE(child >= 0);
+        if (child == 0) {
+            exit_with_a_load_running(ticket_outlives_stream);
+        }
+        int status = -1;
+        REQUIRE(::waitpid(child, &status, 0) == child);
+        CHECK(WIFEXITED(status));
+        CHECK(WEXITSTATUS(status) == 0);
+    }
 }

@@ -43,7 +43,11 @@ public:
         }
         work_.notify_all();
         for (std::thread& t : threads_) {
-            t.join();
+            if (t.get_id() == std::this_thread::get_id()) {
+                t.detach();  // exit() in a callback: the program ends in this reader
+            } else {
+                t.join();
+            }
         }
         threads_.clear();
     }
