@@ -2,11 +2,13 @@
 #include "look.hpp"
 
 facts second_device_unit() {
-    // Both .cu files instantiate the kernels of the same executor.
+    // Both .cu files instantiate the kernels of the same executor. No tokens: nothing is launched, which needs no GPU.
     const penstock::executor::cuda<penstock::format::bf16> run(nullptr);
-    run.experts({}, {}, nullptr, 1, nullptr, nullptr, nullptr, nullptr);
     run.widen({}, nullptr);
     run.combine(nullptr, nullptr, nullptr, 1, nullptr, {});
-    run.permute(nullptr, 0, 1, nullptr, nullptr, {});
+    try {
+        run.experts({}, {}, nullptr, 1, nullptr, nullptr, nullptr, nullptr);
+    } catch (const penstock::configuration_error&) {  // an expert without a shape
+    }
     return look();
 }
