@@ -275,8 +275,10 @@ TEST_CASE("cancellation takes effect within two chunks and leaves the stream usa
     CHECK_THROWS_AS(t.wait(), cancelled);
     stopper.join();
     CHECK(t.report().bytes < to.size());
-    // A stop that was requested before.
+    // A stop that was requested before: nothing is read.
+    const std::size_t reads = source.reads().size();
     CHECK_THROWS_AS(stream.run(list, source, on_host(), {}, other.get_token()), cancelled);
+    CHECK(source.reads().size() == reads);
     CHECK(stream.run(std::span(&list[0], 1), source, on_host()).bytes == to.size());
     CHECK(holds_pattern(to, 0, 0));
 }
