@@ -154,16 +154,27 @@ template <class Format>
 
 // Indices come as packs where arrays should become registers: compilers do not unroll a loop at -O2.
 
+/// Asks for the bytes `distance` after `from`, which need not exist.
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline void ask_for(const std::byte* from, std::uintptr_t distance) {
+    _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(from) + distance), _MM_HINT_T0);
+}
+
 template <class Format, std::size_t... R>
 [[gnu::target("avx512f,avx512bw,avx2,fma,f16c")]] void dot_rows_of(std::index_sequence<R...>, const stored_run* runs, std::uint32_t n, const float* x, float* out) {
     const std::uint32_t whole = n / step * step;
     const std::byte* const data[] = {runs[R].data...};
+    // The rows that the next call will want: a row is too short for the hardware to find its stride in time.
+    const auto ahead = sizeof...(R) * (reinterpret_cast<std::uintptr_t>(data[sizeof...(R) - 1]) - reinterpret_cast<std::uintptr_t>(data[0])) /
+                       larger<std::size_t>(sizeof...(R) - 1, 1);
     pair sums[] = {(static_cast<void>(R), zero())...};
     for (std::uint32_t i = 0; i < whole;) {
         const std::uint32_t end = smaller(i + block_columns<Format>, whole);
         const lanes factor[] = {block_factor<Format>(runs[R], i)...};
         for (; i < end; i += step) {
             const pair input = load_floats(x + i);
+            if constexpr (sizeof...(R) > 1) {
+                (ask_for(data[R] + std::uint64_t{i} * Format::bits / 8, ahead), ...);
+            }
             ((sums[R] = multiply_add(load_scaled<Format>(data[R], i, factor[R]), input, sums[R])), ...);
         }
     }

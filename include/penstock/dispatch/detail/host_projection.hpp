@@ -92,6 +92,12 @@ inline void multiply(const host_matrix& matrix, std::uint32_t first, std::uint32
         const std::byte* data = matrix.record + m.offset + first * m.row_stride * bytes;
         for (std::uint32_t c = 0; c < m.cols; c += columns) {
             const std::uint32_t count = smaller(columns, m.cols - c);
+            // Pieces of columns lie too far apart for the hardware to see them coming.
+            for (std::uint32_t i = c + columns; i < smaller(c + 2 * columns, m.cols); ++i) {
+                for (std::uint64_t line = 0; line < rows * m.row_stride * bytes; line += 64) {
+                    __builtin_prefetch(data + i * m.col_stride * bytes + line);
+                }
+            }
             for (std::uint32_t i = 0; i < count; ++i) {
                 const std::byte* column = data + (c + i) * m.col_stride * bytes;
                 if (m.row_stride == 1) {
