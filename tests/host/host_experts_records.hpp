@@ -42,7 +42,8 @@ inline ps::expert_layout make_layout(ps::weight_kind kind, shape s, arrangement 
     layout.gate.rows = layout.up.rows = layout.down.cols = s.intermediate;
     layout.gate.cols = layout.up.cols = layout.down.rows = s.hidden;
     const std::uint64_t wide = even(h), narrow = even(i);
-    const bool by_columns = how == arrangement::columns || how == arrangement::columns_concatenated || how == arrangement::columns_interleaved;
+    const bool by_columns =
+        how == arrangement::columns || how == arrangement::columns_concatenated || how == arrangement::columns_interleaved;
     if (how == arrangement::apart) {
         layout.gate.offset = part(bytes(wide * i));
         layout.up.offset = part(bytes(wide * i));
@@ -99,7 +100,9 @@ inline ps::expert_layout make_layout(ps::weight_kind kind, shape s, arrangement 
     return layout;
 }
 
-inline void put_float(std::vector<std::byte>& record, std::uint64_t offset, float value) { std::memcpy(&record[offset], &value, 4); }
+inline void put_float(std::vector<std::byte>& record, std::uint64_t offset, float value) {
+    std::memcpy(&record[offset], &value, 4);
+}
 
 /// Random weights of about 1 / sqrt(columns). What belongs to no weight, scale or bias stays 0xff: NaN in every format with NaNs.
 inline std::vector<std::byte> random_record(const ps::expert_layout& layout, std::mt19937& random) {
@@ -117,7 +120,9 @@ inline std::vector<std::byte> random_record(const ps::expert_layout& layout, std
                     case ps::weight_kind::bf16:
                         ps::store_element(&record[m->offset], ps::dtype::bf16, index, normal(random) * size);
                         break;
-                    case ps::weight_kind::f16: ps::store_element(&record[m->offset], ps::dtype::f16, index, normal(random) * size); break;
+                    case ps::weight_kind::f16:
+                        ps::store_element(&record[m->offset], ps::dtype::f16, index, normal(random) * size);
+                        break;
                     case ps::weight_kind::fp8_block128: {
                         const auto bits = static_cast<std::uint8_t>(random());
                         record[m->offset + index] = static_cast<std::byte>((bits & 0x7f) == 0x7f ? 0 : bits);
@@ -156,7 +161,8 @@ inline double activate(const ps::expert_layout& layout, double gate, double up) 
 }
 
 /// One expert applied to one row, from the definitions.
-inline std::vector<double> reference(const ps::expert_layout& layout, const std::byte* record, const float* x, float input_scale = 1.0f) {
+inline std::vector<double> reference(const ps::expert_layout& layout, const std::byte* record, const float* x,
+                                     float input_scale = 1.0f) {
     const auto row = [&](const ps::matrix_layout& m, std::uint32_t r, const auto& input) {
         double sum = ps::bias_at(m, record, r);
         for (std::uint32_t c = 0; c < m.cols; ++c) {
@@ -214,9 +220,9 @@ struct result {
 };
 
 /// Permutes and runs the experts that `ids` name; expert e's record is records[e].
-inline result run_experts(const ps::executor::host& host, const ps::expert_layout& layout, const std::vector<const std::byte*>& where,
-                          const std::vector<std::int32_t>& ids, std::uint32_t k, const std::vector<float>& x,
-                          const float* input_scale = nullptr, bool backwards = false) {
+inline result run_experts(const ps::executor::host& host, const ps::expert_layout& layout,
+                          const std::vector<const std::byte*>& where, const std::vector<std::int32_t>& ids, std::uint32_t k,
+                          const std::vector<float>& x, const float* input_scale = nullptr, bool backwards = false) {
     const auto pairs = static_cast<std::uint32_t>(ids.size());
     const auto experts = static_cast<std::uint32_t>(where.size());
     std::vector<std::int32_t> rows(pairs);
@@ -227,7 +233,8 @@ inline result run_experts(const ps::executor::host& host, const ps::expert_layou
         const std::uint32_t e = backwards ? experts - 1 - n : n;
         works.push_back({e, where[e], offsets[e], offsets[e + 1] - offsets[e]});
     }
-    result r{std::vector<float>(std::size_t{pairs} * layout.intermediate(), no_number), std::vector<float>(std::size_t{pairs} * layout.hidden(), no_number)};
+    result r{std::vector<float>(std::size_t{pairs} * layout.intermediate(), no_number),
+             std::vector<float>(std::size_t{pairs} * layout.hidden(), no_number)};
     host.experts(layout, works, rows.data(), k, x.data(), input_scale, r.activated.data(), r.partial.data());
     return r;
 }

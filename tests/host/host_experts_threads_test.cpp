@@ -22,11 +22,13 @@ TEST_CASE("thread pool: every item once, errors come back, calls from several th
         CHECK(std::all_of(seen.begin(), seen.end(), [](const auto& n) { return n == 1; }));
     }
     for (int round = 0; round < 20; ++round) {
-        CHECK_THROWS_AS(pool.run(50, [](std::size_t item, unsigned) {
-            if (item == 20) {
-                throw std::runtime_error("twenty");
-            }
-        }), std::runtime_error);
+        CHECK_THROWS_AS(pool.run(50,
+                                 [](std::size_t item, unsigned) {
+                                     if (item == 20) {
+                                         throw std::runtime_error("twenty");
+                                     }
+                                 }),
+                        std::runtime_error);
     }
     std::atomic<int> sum{0};
     std::vector<std::thread> callers;

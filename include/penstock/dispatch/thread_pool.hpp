@@ -9,6 +9,7 @@
 #include <exception>
 #include <mutex>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -48,7 +49,8 @@ public:
             return;
         }
         const std::scoped_lock one_call(call_);
-        task t{[](void* context, std::size_t item, unsigned worker) { (*static_cast<std::remove_reference_t<Work>*>(context))(item, worker); },
+        using work_type = std::remove_reference_t<Work>;
+        task t{[](void* context, std::size_t item, unsigned worker) { (*static_cast<work_type*>(context))(item, worker); },
                const_cast<void*>(static_cast<const void*>(&work)), items};
         const bool alone = items == 1 || helpers_.empty();
         if (!alone) {

@@ -30,7 +30,9 @@ struct pair {
 [[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline lanes load_lanes(const float* from) { return _mm256_loadu_ps(from); }
 [[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline void store_lanes(float* to, lanes v) { _mm256_storeu_ps(to, v); }
 [[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline lanes multiply(lanes a, lanes b) { return _mm256_mul_ps(a, b); }
-[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline lanes fma(lanes a, lanes b, lanes sum) { return _mm256_fmadd_ps(a, b, sum); }
+[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline lanes fma(lanes a, lanes b, lanes sum) {
+    return _mm256_fmadd_ps(a, b, sum);
+}
 
 [[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline lanes load_even_bf16(const std::byte* data) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(data)), 16));
@@ -82,9 +84,13 @@ template <class Format>
 
 [[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline pair zero() { return {zero_lanes(), zero_lanes()}; }
 
-[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline pair load_floats(const float* from) { return {load_lanes(from), load_lanes(from + half)}; }
+[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline pair load_floats(const float* from) {
+    return {load_lanes(from), load_lanes(from + half)};
+}
 
-[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline pair multiply_add(pair a, pair b, pair sum) { return {fma(a.low, b.low, sum.low), fma(a.high, b.high, sum.high)}; }
+[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline pair multiply_add(pair a, pair b, pair sum) {
+    return {fma(a.low, b.low, sum.low), fma(a.high, b.high, sum.high)};
+}
 
 /// The last columns, fewer than `step`, and zeros after them.
 [[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline pair load_tail(const float* from, std::uint32_t count) {
@@ -96,7 +102,8 @@ template <class Format>
 }
 
 template <class Format>
-[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline pair load_stored_tail(const stored_run& run, std::uint32_t first, std::uint32_t count) {
+[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline pair load_stored_tail(const stored_run& run, std::uint32_t first,
+                                                                                  std::uint32_t count) {
     float padded[step]{};
     for (std::uint32_t i = 0; i < count; ++i) {
         padded[i] = weight_of<Format>(run, first + i);
@@ -151,11 +158,13 @@ template <class Format>
 }
 
 template <class Format, std::size_t... R>
-[[gnu::target("avx2,fma,f16c")]] void dot_rows_of(std::index_sequence<R...>, const stored_run* runs, std::uint32_t n, const float* x, float* out) {
+[[gnu::target("avx2,fma,f16c")]] void dot_rows_of(std::index_sequence<R...>, const stored_run* runs, std::uint32_t n,
+                                                  const float* x, float* out) {
     const std::uint32_t whole = n / step * step;
     const std::byte* const data[] = {runs[R].data...};
     // The rows that the next call will want: a row is too short for the hardware to find its stride in time.
-    const auto ahead = sizeof...(R) * (reinterpret_cast<std::uintptr_t>(data[sizeof...(R) - 1]) - reinterpret_cast<std::uintptr_t>(data[0])) /
+    const auto ahead = sizeof...(R) *
+                       (reinterpret_cast<std::uintptr_t>(data[sizeof...(R) - 1]) - reinterpret_cast<std::uintptr_t>(data[0])) /
                        larger<std::size_t>(sizeof...(R) - 1, 1);
     pair sums[] = {(static_cast<void>(R), zero())...};
     for (std::uint32_t i = 0; i < whole;) {
@@ -183,8 +192,9 @@ void dot_rows(const stored_run* runs, std::uint32_t n, const float* x, float* ou
 
 /// `P` counts the pairs of a row and a token, rows first.
 template <std::size_t... R, std::size_t... P>
-[[gnu::target("avx2,fma,f16c")]] void dot_tile_of(std::index_sequence<R...>, std::index_sequence<P...>, const float* w, std::size_t w_stride,
-                     const float* const* x, std::uint32_t n, float* out, std::size_t out_stride) {
+[[gnu::target("avx2,fma,f16c")]] void dot_tile_of(std::index_sequence<R...>, std::index_sequence<P...>, const float* w,
+                                                  std::size_t w_stride, const float* const* x, std::uint32_t n, float* out,
+                                                  std::size_t out_stride) {
     constexpr std::size_t rows = sizeof...(R);
     const std::uint32_t whole = n / step * step;
     pair sums[] = {(static_cast<void>(P), zero())...};
@@ -225,8 +235,8 @@ inline void dot_tile(const float* w, std::size_t w_stride, std::uint32_t rows, c
 }
 
 template <std::size_t... C>
-[[gnu::target("avx2,fma,f16c")]] void add_columns_of(std::index_sequence<C...>, const float* w, std::size_t w_stride, const float* factors, std::uint32_t n,
-                        float* sums) {
+[[gnu::target("avx2,fma,f16c")]] void add_columns_of(std::index_sequence<C...>, const float* w, std::size_t w_stride,
+                                                     const float* factors, std::uint32_t n, float* sums) {
     const lanes factor[] = {broadcast(factors[C])...};
     std::uint32_t i = 0;
     for (; i + half <= n; i += half) {
@@ -241,7 +251,8 @@ template <std::size_t... C>
     }
 }
 
-inline void add_columns(const float* w, std::size_t w_stride, const float* factors, std::uint32_t columns, std::uint32_t n, float* sums) {
+inline void add_columns(const float* w, std::size_t w_stride, const float* factors, std::uint32_t columns, std::uint32_t n,
+                        float* sums) {
     if (columns == 4) {
         add_columns_of(std::make_index_sequence<4>(), w, w_stride, factors, n, sums);
         return;
@@ -261,7 +272,8 @@ inline void add_columns(const float* w, std::size_t w_stride, const float* facto
 
 template <class... Formats>
 constexpr host_kernels table() {
-    return {{decode<Formats>...}, {dot_rows<Formats, 1>...}, {dot_rows<Formats, 4>...}, dot_tile, add_columns, decode_every_second_bf16};
+    return {{decode<Formats>...}, {dot_rows<Formats, 1>...}, {dot_rows<Formats, 4>...}, dot_tile,
+            add_columns,          decode_every_second_bf16};
 }
 
 inline constexpr host_kernels kernels = table<format::f32, format::bf16, format::f16, format::fp8_block128, format::mxfp4>();

@@ -26,11 +26,21 @@ struct pair {
 };
 
 [[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline lanes zero_lanes() { return _mm512_setzero_ps(); }
-[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline lanes broadcast(float value) { return _mm512_set1_ps(value); }
-[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline lanes load_lanes(const float* from) { return _mm512_loadu_ps(from); }
-[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline void store_lanes(float* to, lanes v) { _mm512_storeu_ps(to, v); }
-[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline lanes multiply(lanes a, lanes b) { return _mm512_mul_ps(a, b); }
-[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline lanes fma(lanes a, lanes b, lanes sum) { return _mm512_fmadd_ps(a, b, sum); }
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline lanes broadcast(float value) {
+    return _mm512_set1_ps(value);
+}
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline lanes load_lanes(const float* from) {
+    return _mm512_loadu_ps(from);
+}
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline void store_lanes(float* to, lanes v) {
+    _mm512_storeu_ps(to, v);
+}
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline lanes multiply(lanes a, lanes b) {
+    return _mm512_mul_ps(a, b);
+}
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline lanes fma(lanes a, lanes b, lanes sum) {
+    return _mm512_fmadd_ps(a, b, sum);
+}
 
 // The forms with a mask of all ones are those whose unmasked kin GCC 12 builds from an uninitialised value, and warns of it.
 inline constexpr __mmask16 all_lanes = 0xffff;
@@ -55,7 +65,8 @@ template <int Which>
 
 /// Sixteen bf16.
 [[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline lanes widen_bf16(const __m256i* from) {
-    return _mm512_castsi512_ps(_mm512_maskz_slli_epi32(all_lanes, _mm512_maskz_cvtepu16_epi32(all_lanes, _mm256_loadu_si256(from)), 16));
+    const __m512i bits = _mm512_maskz_cvtepu16_epi32(all_lanes, _mm256_loadu_si256(from));
+    return _mm512_castsi512_ps(_mm512_maskz_slli_epi32(all_lanes, bits, 16));
 }
 
 /// Weights i to i + step - 1, before their scale. @pre i is a multiple of step
@@ -69,18 +80,21 @@ template <class Format>
         return {widen_bf16(p), widen_bf16(p + 1)};
     } else if constexpr (Format::kind == weight_kind::f16) {
         const auto* p = reinterpret_cast<const __m256i*>(data + 2 * std::uint64_t{i});
-        return {_mm512_maskz_cvtph_ps(all_lanes, _mm256_loadu_si256(p)), _mm512_maskz_cvtph_ps(all_lanes, _mm256_loadu_si256(p + 1))};
+        return {_mm512_maskz_cvtph_ps(all_lanes, _mm256_loadu_si256(p)),
+                _mm512_maskz_cvtph_ps(all_lanes, _mm256_loadu_si256(p + 1))};
     } else if constexpr (Format::kind == weight_kind::fp8_block128) {
         // E4M3 moved into an f16 is the value / 256, subnormals too; block_factor makes up for it. The NaN pattern becomes one of f16.
         const __m512i v = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(data + i)));
         const __m512i magnitude = _mm512_and_si512(v, _mm512_set1_epi16(0x7f));
         const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(v, _mm512_set1_epi16(0x80)), 8);
         const __mmask32 nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f));
-        const __m512i f16 = _mm512_or_si512(_mm512_mask_blend_epi16(nan, _mm512_slli_epi16(magnitude, 7), _mm512_set1_epi16(0x7e00)), sign);
+        const __m512i number = _mm512_mask_blend_epi16(nan, _mm512_slli_epi16(magnitude, 7), _mm512_set1_epi16(0x7e00));
+        const __m512i f16 = _mm512_or_si512(number, sign);
         return {_mm512_maskz_cvtph_ps(all_lanes, half_of<0>(f16)), _mm512_maskz_cvtph_ps(all_lanes, half_of<1>(f16))};
     } else {
         // The permutation reads the low four bits of an index, so neighbours' bits above them need no mask.
-        const __m512 values = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
+        const __m512 values = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f,  //
+                                             -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
         const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(data + i / 2));
         const __m128i odd = _mm_srli_epi16(bytes, 4);
         const __m512i first = _mm512_maskz_cvtepu8_epi32(all_lanes, _mm_unpacklo_epi8(bytes, odd));
@@ -91,12 +105,17 @@ template <class Format>
 
 [[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline pair zero() { return {zero_lanes(), zero_lanes()}; }
 
-[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline pair load_floats(const float* from) { return {load_lanes(from), load_lanes(from + half)}; }
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline pair load_floats(const float* from) {
+    return {load_lanes(from), load_lanes(from + half)};
+}
 
-[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline pair multiply_add(pair a, pair b, pair sum) { return {fma(a.low, b.low, sum.low), fma(a.high, b.high, sum.high)}; }
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline pair multiply_add(pair a, pair b, pair sum) {
+    return {fma(a.low, b.low, sum.low), fma(a.high, b.high, sum.high)};
+}
 
 /// The last columns, fewer than `step`, and zeros after them.
-[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline pair load_tail(const float* from, std::uint32_t count) {
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline pair load_tail(const float* from,
+                                                                                            std::uint32_t count) {
     float padded[step]{};
     for (std::uint32_t i = 0; i < count; ++i) {
         padded[i] = from[i];
@@ -105,7 +124,9 @@ template <class Format>
 }
 
 template <class Format>
-[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline pair load_stored_tail(const stored_run& run, std::uint32_t first, std::uint32_t count) {
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline pair load_stored_tail(const stored_run& run,
+                                                                                                   std::uint32_t first,
+                                                                                                   std::uint32_t count) {
     float padded[step]{};
     for (std::uint32_t i = 0; i < count; ++i) {
         padded[i] = weight_of<Format>(run, first + i);
@@ -115,7 +136,8 @@ template <class Format>
 
 /// Factor of a scale block, for what `load` returns; not used by formats without scales.
 template <class Format>
-[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline lanes block_factor(const stored_run& run, std::uint32_t column) {
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline lanes block_factor(const stored_run& run,
+                                                                                                std::uint32_t column) {
     if constexpr (Format::kind == weight_kind::fp8_block128) {
         return broadcast(256.0f * load_unaligned<float>(run.scales, column / 128));
     } else if constexpr (Format::kind == weight_kind::mxfp4) {
@@ -127,7 +149,8 @@ template <class Format>
 
 /// `load`, scaled where the format has scales.
 template <class Format>
-[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline pair load_scaled(const std::byte* data, std::uint32_t i, lanes factor) {
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline pair load_scaled(const std::byte* data,
+                                                                                              std::uint32_t i, lanes factor) {
     pair w = load<Format>(data, i);
     if constexpr (block_columns<Format> != block_columns<void>) {
         w = {multiply(w.low, factor), multiply(w.high, factor)};
@@ -155,16 +178,19 @@ template <class Format>
 // Indices come as packs where arrays should become registers: compilers do not unroll a loop at -O2.
 
 /// Asks for the bytes `distance` after `from`, which need not exist.
-[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline void ask_for(const std::byte* from, std::uintptr_t distance) {
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline void ask_for(const std::byte* from,
+                                                                                          std::uintptr_t distance) {
     _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(from) + distance), _MM_HINT_T0);
 }
 
 template <class Format, std::size_t... R>
-[[gnu::target("avx512f,avx512bw,avx2,fma,f16c")]] void dot_rows_of(std::index_sequence<R...>, const stored_run* runs, std::uint32_t n, const float* x, float* out) {
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c")]] void dot_rows_of(std::index_sequence<R...>, const stored_run* runs,
+                                                                   std::uint32_t n, const float* x, float* out) {
     const std::uint32_t whole = n / step * step;
     const std::byte* const data[] = {runs[R].data...};
     // The rows that the next call will want: a row is too short for the hardware to find its stride in time.
-    const auto ahead = sizeof...(R) * (reinterpret_cast<std::uintptr_t>(data[sizeof...(R) - 1]) - reinterpret_cast<std::uintptr_t>(data[0])) /
+    const auto ahead = sizeof...(R) *
+                       (reinterpret_cast<std::uintptr_t>(data[sizeof...(R) - 1]) - reinterpret_cast<std::uintptr_t>(data[0])) /
                        larger<std::size_t>(sizeof...(R) - 1, 1);
     pair sums[] = {(static_cast<void>(R), zero())...};
     for (std::uint32_t i = 0; i < whole;) {
@@ -192,8 +218,9 @@ void dot_rows(const stored_run* runs, std::uint32_t n, const float* x, float* ou
 
 /// `P` counts the pairs of a row and a token, rows first.
 template <std::size_t... R, std::size_t... P>
-[[gnu::target("avx512f,avx512bw,avx2,fma,f16c")]] void dot_tile_of(std::index_sequence<R...>, std::index_sequence<P...>, const float* w, std::size_t w_stride,
-                     const float* const* x, std::uint32_t n, float* out, std::size_t out_stride) {
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c")]] void dot_tile_of(std::index_sequence<R...>, std::index_sequence<P...>,
+                                                                   const float* w, std::size_t w_stride, const float* const* x,
+                                                                   std::uint32_t n, float* out, std::size_t out_stride) {
     constexpr std::size_t rows = sizeof...(R);
     const std::uint32_t whole = n / step * step;
     pair sums[] = {(static_cast<void>(P), zero())...};
@@ -234,8 +261,9 @@ inline void dot_tile(const float* w, std::size_t w_stride, std::uint32_t rows, c
 }
 
 template <std::size_t... C>
-[[gnu::target("avx512f,avx512bw,avx2,fma,f16c")]] void add_columns_of(std::index_sequence<C...>, const float* w, std::size_t w_stride, const float* factors, std::uint32_t n,
-                        float* sums) {
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c")]] void add_columns_of(std::index_sequence<C...>, const float* w,
+                                                                      std::size_t w_stride, const float* factors, std::uint32_t n,
+                                                                      float* sums) {
     const lanes factor[] = {broadcast(factors[C])...};
     std::uint32_t i = 0;
     for (; i + half <= n; i += half) {
@@ -250,7 +278,8 @@ template <std::size_t... C>
     }
 }
 
-inline void add_columns(const float* w, std::size_t w_stride, const float* factors, std::uint32_t columns, std::uint32_t n, float* sums) {
+inline void add_columns(const float* w, std::size_t w_stride, const float* factors, std::uint32_t columns, std::uint32_t n,
+                        float* sums) {
     if (columns == 4) {
         add_columns_of(std::make_index_sequence<4>(), w, w_stride, factors, n, sums);
         return;
@@ -260,7 +289,8 @@ inline void add_columns(const float* w, std::size_t w_stride, const float* facto
     }
 }
 
-[[gnu::target("avx512f,avx512bw,avx2,fma,f16c")]] inline void decode_every_second_bf16(const std::byte* data, std::uint32_t n, float* out) {
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c")]] inline void decode_every_second_bf16(const std::byte* data, std::uint32_t n,
+                                                                                       float* out) {
     std::uint32_t i = 0;
     for (; i + half < n; i += half) {  // not to n itself: the last load would reach past the last element
         store_lanes(out + i, load_even_bf16(data + 4 * std::uint64_t{i}));
@@ -270,7 +300,8 @@ inline void add_columns(const float* w, std::size_t w_stride, const float* facto
 
 template <class... Formats>
 constexpr host_kernels table() {
-    return {{decode<Formats>...}, {dot_rows<Formats, 1>...}, {dot_rows<Formats, 4>...}, dot_tile, add_columns, decode_every_second_bf16};
+    return {{decode<Formats>...}, {dot_rows<Formats, 1>...}, {dot_rows<Formats, 4>...}, dot_tile,
+            add_columns,          decode_every_second_bf16};
 }
 
 inline constexpr host_kernels kernels = table<format::f32, format::bf16, format::f16, format::fp8_block128, format::mxfp4>();
