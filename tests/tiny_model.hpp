@@ -1,6 +1,6 @@
 #pragma once
 
-#include <penstock/model/half_floats.hpp>
+#include <penstock/dispatch/decode.hpp>
 #include <penstock/model/moe_model.hpp>
 
 #include <atomic>
@@ -28,7 +28,7 @@ public:
             const std::uint64_t at = bytes_.size();
             bytes_.resize(at + values * 2);
             for (std::uint64_t i = 0; i < values; ++i) {
-                ps::store_float(bytes_.data() + at, ps::dtype::bf16, i, normal(random));
+                ps::store_element(bytes_.data() + at, ps::dtype::bf16, i, normal(random));
             }
             return at;
         };

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <penstock/checkpoint/checkpoint.hpp>
-#include <penstock/model/half_floats.hpp>
+#include <penstock/dispatch/decode.hpp>
 
 #include <array>
 #include <atomic>
@@ -24,7 +24,7 @@ class weight_noise {
 public:
     explicit weight_noise(std::uint64_t seed, float deviation) {
         for (std::uint64_t i = 0; i < table_.size(); ++i) {  // sums of four bytes: 0 to 1020, deviation 147.8
-            table_[i] = ps::to_bf16((static_cast<float>(i) - 510) / 147.8f * deviation);
+            table_[i] = ps::encode_bf16((static_cast<float>(i) - 510) / 147.8f * deviation);
         }
         state_ = seed * 0x9e3779b97f4a7c15u + 1;
     }

@@ -18,7 +18,7 @@ std::vector<float> random_states(std::uint32_t tokens, std::uint32_t hidden, uns
     std::normal_distribution<float> normal;
     std::vector<float> x(std::size_t{tokens} * hidden);
     for (float& v : x) {
-        v = ps::from_bf16(ps::to_bf16(normal(random)));
+        v = ps::decode_bf16(ps::encode_bf16(normal(random)));
     }
     return x;
 }
@@ -60,7 +60,7 @@ std::vector<double> plain(const tiny_model& tiny, std::uint32_t layer, const std
         }
         const ps::expert_parts& parts = m.experts[static_cast<std::size_t>(ids[p])];
         const float* in = x.data() + p / k * m.hidden;
-        const auto weight = [&](int part, std::size_t i) { return double{ps::load_float(raw.data() + parts[static_cast<std::size_t>(part)].offset, ps::dtype::bf16, i)}; };
+        const auto weight = [&](int part, std::size_t i) { return double{ps::load_element(raw.data() + parts[static_cast<std::size_t>(part)].offset, ps::dtype::bf16, i)}; };
         std::vector<double> middle(m.intermediate);
         for (std::size_t i = 0; i < m.intermediate; ++i) {
             double gate = 0;
@@ -183,13 +183,13 @@ TEST_CASE("hidden states and outputs may be bf16 or f16") {
         std::vector<std::uint16_t> in(x.size());
         std::vector<std::uint16_t> out(x.size(), 0xffff);
         for (std::size_t i = 0; i < x.size(); ++i) {
-            ps::store_float(in.data(), type, i, x[i]);
+            ps::store_element(in.data(), type, i, x[i]);
         }
         auto store = ps::make_expert_store(tiny.model, {}, ps::on_host());
         auto layers = ps::make_moe_layers<ps::executor::host>(store, {.max_tokens = 4});
         layers[0].forward({in.data(), type, 4, 64}, {out.data(), type, 4, 64});
         for (std::size_t i = 0; i < x.size(); ++i) {
-            CHECK(ps::load_float(out.data(), type, i) == doctest::Approx(wide.output[i]).epsilon(0.01));
+            CHECK(ps::load_element(out.data(), type, i) == doctest::Approx(wide.output[i]).epsilon(0.01));
         }
     }
 }

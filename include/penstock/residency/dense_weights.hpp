@@ -4,7 +4,7 @@
 #include <penstock/cuda/device.hpp>
 #include <penstock/cuda/stream.hpp>
 #include <penstock/dispatch/expert_work.hpp>
-#include <penstock/model/half_floats.hpp>
+#include <penstock/dispatch/decode.hpp>
 #include <penstock/model/moe_model.hpp>
 #include <penstock/stream/weight_stream.hpp>
 
@@ -111,11 +111,14 @@ private:
     }
 
     static std::vector<float> read_floats(byte_source& files, const tensor_info& t) {
+        if (t.type != dtype::f32 && t.type != dtype::bf16 && t.type != dtype::f16) {
+            throw configuration_error("penstock: " + t.name + " is " + std::string(name(t.type)) + ", F32, BF16 or F16 is wanted");
+        }
         std::vector<std::byte> raw(t.bytes);
         files.read(t.file, t.offset, raw);
         std::vector<float> values(t.bytes * 8 / bits(t.type));
         for (std::size_t i = 0; i < values.size(); ++i) {
-            values[i] = load_float(raw.data(), t.type, i);
+            values[i] = load_element(raw.data(), t.type, i);
         }
         return values;
     }
