@@ -164,7 +164,7 @@ public:
         std::set<std::string> sources;
         std::int64_t last_file = -1;
         for (const planned_chunk& c : load_->chunks) {
-            if (c.memory != nullptr) {
+            if (c.memory != nullptr && !c.of_source) {
                 sources.insert(c.memory_is_pinned ? "pinned memory" : "memory");
             } else if (c.file != last_file) {
                 last_file = c.file;

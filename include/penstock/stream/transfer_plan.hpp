@@ -30,6 +30,7 @@ struct transfer {
     std::byte* destination = nullptr;  ///< in the memory of the place
     std::uint64_t row_bytes = 0;       ///< of the matrix that the range is part of; 0: it has no rows to keep whole
     urgency level = urgency::on_demand;
+    const void* lock = nullptr;  ///< set where the stream takes bytes of `file` from where the source has them: see bytes_in_place
 };
 
 /// A chunk of a plan: the unit of read, copy, progress and pre-emption.
@@ -42,6 +43,7 @@ struct planned_chunk {
     bool memory_is_pinned = false;
     std::uint64_t bytes = 0;
     std::byte* destination = nullptr;
+    bool of_source = false;  ///< `memory` is where the source has these bytes of the file
 };
 
 /// A request of a plan and its run of chunks: chunks()[first_chunk, first_chunk + what.chunks).
@@ -147,7 +149,7 @@ private:
     /// Whether `b` begins where `a` ends, in source and destination.
     static bool continues(const transfer& a, const transfer& b) noexcept {
         const bool source = a.memory != nullptr
-                                ? b.memory == a.memory + a.bytes && a.memory_is_pinned == b.memory_is_pinned
+                                ? b.memory == a.memory + a.bytes && a.memory_is_pinned == b.memory_is_pinned && a.lock == b.lock
                                 : b.memory == nullptr && a.file == b.file && b.offset == a.offset + a.bytes;
         return source && a.row_bytes == b.row_bytes && b.destination == a.destination + a.bytes;
     }
@@ -158,7 +160,8 @@ private:
         for (std::uint64_t done = 0; done < run.bytes;) {
             const std::uint64_t size = smaller(step, run.bytes - done);
             chunks_.push_back({number, owner.what.chunks++, run.file, run.offset + done,
-                               run.memory == nullptr ? nullptr : run.memory + done, run.memory_is_pinned, size, run.destination + done});
+                               run.memory == nullptr ? nullptr : run.memory + done, run.memory_is_pinned, size, run.destination + done,
+                               run.lock != nullptr});
             largest_ = larger(largest_, size);
             done += size;
         }

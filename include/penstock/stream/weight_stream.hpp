@@ -5,6 +5,7 @@
 #include <penstock/policy/prefetch.hpp>
 #include <penstock/policy/scheduling.hpp>
 #include <penstock/stream/loaded_tensors.hpp>
+#include <penstock/stream/source_choice.hpp>
 #include <penstock/stream/stream_engine.hpp>
 
 #include <thread>
@@ -77,6 +78,7 @@ public:
     [[nodiscard]] transfer_plan<Chunking> plan(std::span<const transfer> transfers) const { return transfer_plan<Chunking>(transfers, chunking_); }
 
     /// Starts to bring `transfers`. Returns at once, or, for what lies in pinned memory and goes to a device, when the copies are enqueued.
+    /// Bytes that the source has in locked memory (see byte_source::in_place) are such; to lock them may take its time first.
     /// Source, source memory and destination outlive the ticket, and the copies enqueued on `where.stream`.
     /// @throws configuration_error for a device that is not there, a stream under capture (a load is not capturable), a transfer without a
     /// destination; out_of_memory, cuda_error where staging cannot be had. What goes wrong later is the ticket's to throw.
@@ -89,7 +91,11 @@ public:
                 throw configuration_error("penstock: weight_stream reads files on the host, so a load cannot be captured in a CUDA graph");
             }
         }
-        const transfer_plan<Chunking> planned(transfers, chunking_);
+        std::vector<transfer> in_place;
+        if (!where.on_host() && Memory::device_accessible) {
+            in_place = detail::taken_in_place(transfers, source);
+        }
+        const transfer_plan<Chunking> planned(in_place.empty() ? transfers : std::span<const transfer>(in_place), chunking_);
         auto load = std::make_shared<detail::load_state>(planned.chunks(), planned.requests(), source, where, std::move(callback), std::move(stop));
         engine_->start(load);
         return ticket(engine_, std::move(load));
@@ -117,10 +123,19 @@ public:
         return report;
     }
 
-    /// Loads tensors into one new buffer at `where`; without a stream, on one of its own. Returns when they are there. The files are held
-    /// against the list first. @throws io_error for a file that is missing or too short, and what run() throws; nothing is kept then
-    [[nodiscard]] loaded_tensors load(const tensor_list& list, place where, progress_callback callback = {}, std::stop_token stop = {}) {
-        file_source files(list.files);
+    /// Loads tensors into one new buffer at `where`; without a stream, on one of its own. Returns when they are there. How the files are
+    /// read is chosen by what is found and by `how` (see chosen_source); for several loads of the same bytes, make one chosen_source and pass
+    /// it to each. The files are held against the list first.
+    /// @throws io_error for a file that is missing or too short, and what run() throws; nothing is kept then
+    [[nodiscard]] loaded_tensors load(const tensor_list& list, place where, progress_callback callback = {}, std::stop_token stop = {},
+                                      source_options how = {}) {
+        chosen_source files(list.files, how);
+        return load(list, files, where, std::move(callback), std::move(stop));
+    }
+
+    /// The same from a source of the caller's, which has the list's files by the same numbers.
+    [[nodiscard]] loaded_tensors load(const tensor_list& list, byte_source& files, place where, progress_callback callback = {},
+                                      std::stop_token stop = {}) {
         for (const tensor_info& t : list.tensors) {
             if (const std::uint64_t size = files.size(t.file); t.bytes > size || t.offset > size - t.bytes) {
                 throw io_error(files.name(t.file) + ": tensor \"" + t.name + "\" ends at byte " + std::to_string(t.offset + t.bytes) +
