@@ -98,13 +98,13 @@ TEST_CASE("a slice of the first dimension is one range, of the second one range 
     const tensor_info t = tensor("w", dtype::bf16, {6, 10}, 7);
     const tensor_slice rows = slice(t, 0, {2, 3});
     CHECK(rows.shape == list{3, 10});
-    CHECK(rows.ranges == std::vector<byte_range>{{7 + 40, 60, 20}});
+    CHECK(rows.ranges == std::vector<slice_range>{{7 + 40, 60, 20}});
     const tensor_slice columns = slice(t, 1, {4, 3});
     CHECK(columns.shape == list{6, 3});
     CHECK(columns.bytes == 36);
     REQUIRE(columns.ranges.size() == 6);
-    CHECK(columns.ranges[2] == byte_range{7 + 48, 6, 6});
-    CHECK(slice(t, 1, {0, 10}).ranges == std::vector<byte_range>{{7, 120, 20}});
+    CHECK(columns.ranges[2] == slice_range{7 + 48, 6, 6});
+    CHECK(slice(t, 1, {0, 10}).ranges == std::vector<slice_range>{{7, 120, 20}});
     CHECK(slice(t, 1, {4, 0}).ranges.empty());
     CHECK(slice(t, 1, {4, 0}).shape == list{6, 0});
 }
@@ -147,9 +147,9 @@ TEST_CASE("borders inside a byte and ranges that are not there are refused by na
     const tensor_info f4 = tensor("odd", dtype::f4, {4, 6});
     CHECK(refused(f4, 1, {1, 2}, "inside a byte"));
     CHECK(refused(f4, 1, {0, 3}, "inside a byte"));
-    CHECK(slice(f4, 1, {2, 4}).ranges[1] == byte_range{4, 2, 2});
+    CHECK(slice(f4, 1, {2, 4}).ranges[1] == slice_range{4, 2, 2});
     CHECK(refused(tensor("odd", dtype::f4, {4, 5}), 0, {1, 1}, "inside a byte"));  // rows of two and a half bytes
-    CHECK(slice(tensor("odd", dtype::f4, {4, 5}), 0, {2, 2}).ranges[0] == byte_range{5, 5, 0});
+    CHECK(slice(tensor("odd", dtype::f4, {4, 5}), 0, {2, 2}).ranges[0] == slice_range{5, 5, 0});
     CHECK(refused(tensor("odd", dtype::f6_e3m2, {4, 8}), 1, {2, 4}, "multiples of 4"));
     CHECK(refused(f4, 2, {0, 1}, "dimension 2"));
     CHECK(refused(f4, 0, {3, 2}, "beyond dimension 0"));
@@ -198,7 +198,7 @@ TEST_CASE("fp8 slices that cut blocks carry every scale they touch, with their p
     // 192 rows a rank: ranks 1 and 2 begin in the middle of a block; four ranks carry 2 + 2 + 2 + 2 rows of the six scale rows.
     const tensor_info w = tensor("w", dtype::f8_e4m3, {768, 128}), s = tensor("s", dtype::f32, {6, 1});
     CHECK(slice_blocks(w, s, 0, {192, 192}).first_row == 64);
-    CHECK(slice_blocks(w, s, 0, {192, 192}).scales.ranges == std::vector<byte_range>{{4, 8, 4}});
+    CHECK(slice_blocks(w, s, 0, {192, 192}).scales.ranges == std::vector<slice_range>{{4, 8, 4}});
     CHECK(slice_blocks(w, s, 0, {384, 192}).first_row == 0);
     CHECK(slice_blocks(w, s, 0, {200, 0}).scales.bytes == 0);
     CHECK_THROWS_AS(static_cast<void>(slice_blocks(w, tensor("s", dtype::f32, {5, 1}), 0, {0, 1})), configuration_error);

@@ -39,12 +39,12 @@ struct index_range {
 }
 
 /// One run of bytes in a file. `row_bytes`: of the rows it consists of, as transfer::row_bytes wants it; 0: rows do not fill bytes.
-struct byte_range {
+struct slice_range {
     std::uint64_t offset = 0;  ///< from the start of the file
     std::uint64_t bytes = 0;
     std::uint64_t row_bytes = 0;
 
-    friend constexpr bool operator==(const byte_range&, const byte_range&) = default;
+    friend constexpr bool operator==(const slice_range&, const slice_range&) = default;
 };
 
 /// A part of a tensor, dense and row-major once its ranges are put one after another.
@@ -53,7 +53,7 @@ struct tensor_slice {
     std::vector<std::uint64_t> shape;
     std::uint32_t file = 0;
     std::uint64_t bytes = 0;
-    std::vector<byte_range> ranges;  ///< in the order of the destination
+    std::vector<slice_range> ranges;  ///< in the order of the destination
 };
 
 namespace detail {

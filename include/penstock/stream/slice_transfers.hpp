@@ -11,7 +11,7 @@ namespace penstock::inline v0_1 {
 
 /// Appends the transfers that bring a slice to `destination`, dense: `part.bytes` bytes in the memory of the place.
 inline void append(std::vector<transfer>& transfers, const tensor_slice& part, std::byte* destination, std::uint64_t request = 0) {
-    for (const byte_range& r : part.ranges) {
+    for (const slice_range& r : part.ranges) {
         transfer one;
         one.request = request;
         one.file = part.file;
