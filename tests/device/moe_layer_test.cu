@@ -52,12 +52,15 @@ struct answer {
 
 /// Two calls of each layer on the GPU, so that hits and misses mix; the last output of layer 1. The output and the workspace are poisoned.
 template <class... Ps>
-answer run(const tiny_model& tiny, const std::vector<float>& x, ps::budgets limits, const std::int32_t* live = nullptr) {
+answer run(const tiny_model& tiny, const std::vector<float>& x, ps::budgets limits, const std::int32_t* live = nullptr, bool preload = false) {
     const std::uint32_t hidden = tiny.model.layers[0].hidden;
     const auto tokens = static_cast<std::uint32_t>(x.size() / hidden);
     using store_t = ps::expert_store<Ps...>;
     using layers_t = ps::moe_layers<kernels, store_t>;
     store_t store(tiny.model, limits, ps::on_device(0));
+    if (preload) {
+        store.preload_host();
+    }
     auto workspace = to_device(std::vector<std::uint8_t>(layers_t::workspace_bytes(tiny.model, tokens), 0xff));
     layers_t layers(store, {.max_tokens = tokens, .workspace = {reinterpret_cast<std::byte*>(workspace.data()), workspace.size()}});
     const auto in = to_device(x);
@@ -120,10 +123,10 @@ TEST_CASE("the bits are the same whatever the budget, tier, memory kind, chunk, 
 
 TEST_CASE("S02 without slots for all, few tokens are computed straight from mapped host memory, many in waves") {
     tiny_model tiny;
-    const answer few_tokens = run<small_chunks, few>(tiny, random_states(2, 64), slots(tiny, 1, 16));
+    const answer few_tokens = run<small_chunks, few>(tiny, random_states(2, 64), slots(tiny, 1, 16), nullptr, true);
     CHECK(few_tokens.report.overflow > 0);
     CHECK(few_tokens.report.waves == 0);
-    const answer many = run<small_chunks, few>(tiny, random_states(100, 64), slots(tiny, 1, 16));
+    const answer many = run<small_chunks, few>(tiny, random_states(100, 64), slots(tiny, 1, 16), nullptr, true);
     CHECK(many.report.waves > 0);
 }
 
