@@ -1,8 +1,4 @@
 // bound: 8 s, 200 KiB
 #include <penstock/buffer/ring.hpp>
 
-namespace ps = penstock;
-
-using product = ps::ring<ps::memory::pinned, ps::chunking::fixed<ps::bytes{8u << 20}>, ps::prefetch::depth<3>>;
-
-std::size_t use() { return sizeof(product); }
+template class penstock::basic_ring<penstock::memory::pinned, penstock::chunking::fixed<penstock::bytes{8u << 20}>, penstock::prefetch::depth<3>>;
