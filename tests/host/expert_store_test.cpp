@@ -114,6 +114,17 @@ TEST_CASE("a host tier saves reads of the files, and falls back to them when it 
     CHECK(store.report().host_peak_bytes <= 2 * tiny.slot_bytes());
 }
 
+TEST_CASE("a step gives the records it held in the host tier back") {
+    tiny_model tiny;
+    auto store = host_store(tiny, slots(tiny, 1, 2));
+    for (std::uint32_t e = 0; e < 8; ++e) {  // each brings two new experts to the host tier, so two others must leave it
+        run_step(store, tiny, e % 2, {e, (e + 1) % 8});
+    }
+    const std::uint64_t before = store.report().host_hits;
+    run_step(store, tiny, 1, {0});  // the slot holds expert 7 of layer 1, the host tier 0 and 7
+    CHECK(store.report().host_hits == before + 1);
+}
+
 TEST_CASE("10,000 random steps under tight budgets hand out the right bytes") {
     tiny_model tiny(3, 8, 16, 8);
     std::mt19937 random(5);

@@ -152,6 +152,41 @@ TEST_CASE("rows past the live count choose nobody, load nothing and come out as 
     CHECK(run(tiny, 0, x, {}, 0).report.misses == 0);
 }
 
+TEST_CASE("a shared expert adds to every token that lives, and to none that does not") {
+    tiny_model tiny(1, 8, 64, 48, 2);
+    const std::vector<float> x = random_states(6, 64);
+    const answer without = run(tiny, 0, x);
+    tiny.model.layers[0].shared = ps::shared_expert{tiny.model.layers[0].layout, tiny.model.layers[0].experts[3], {}};
+    const answer with = run(tiny, 0, x);
+    std::vector<std::int32_t> three(12, -1);  // the shared expert alone: everyone visits expert 3 once, with weight 1
+    std::vector<float> weights(12, 0.0f);
+    for (std::size_t t = 0; t < 6; ++t) {
+        three[2 * t] = 3;
+        weights[2 * t] = 1;
+    }
+    std::vector<double> want = plain(tiny, 0, x, three, weights);
+    for (std::size_t i = 0; i < want.size(); ++i) {
+        want[i] += without.output[i];
+    }
+    CHECK(error(with.output, want) < 1e-6);
+    const answer two = run(tiny, 0, x, {}, 2);
+    CHECK(std::equal(two.output.begin(), two.output.begin() + 128, with.output.begin()));
+    CHECK(std::all_of(two.output.begin() + 128, two.output.end(), [](float v) { return v == 0; }));
+}
+
+TEST_CASE("K16 a rule that scales the input does so once, and the output counts as it is") {
+    tiny_model tiny(1, 8, 64, 48, 1);
+    tiny.model.layers[0].routing.scales_input = true;
+    tiny.model.layers[0].routing.score = ps::score_function::sigmoid;
+    tiny.model.layers[0].routing.renormalise = false;
+    std::vector<float> x = random_states(4, 64);
+    const answer a = run(tiny, 0, x);
+    for (std::size_t i = 0; i < x.size(); ++i) {
+        x[i] *= a.weights[i / 64];
+    }
+    CHECK(error(a.output, plain(tiny, 0, x, a.ids, std::vector<float>(4, 1.0f))) < 1e-6);
+}
+
 TEST_CASE("the engine's own choices: -1 is nobody, repeats add up, too large is an error that names the token") {
     tiny_model tiny;
     auto store = ps::make_expert_store(tiny.model, slots(tiny, 2), ps::on_host());
