@@ -1,22 +1,17 @@
-#include <penstock/stream/weight_stream.hpp>
+#include "stream_fakes.hpp"
 
 #include <doctest/doctest.h>
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstdlib>
-#include <deque>
-#include <fstream>
 
 #include <sys/wait.h>
 #include <unistd.h>
 
 namespace {
 
-using namespace penstock;
-using namespace penstock::literals;
-using namespace std::chrono_literals;
+using namespace stream_fakes;
 
 static_assert(std::is_same_v<weight_stream<>, weight_stream<scheduler::fifo, memory::pinned>>);
 static_assert(std::is_same_v<weight_stream<prefetch::depth<4>, chunking::fixed<4_MiB>, memory::pageable>,
@@ -25,121 +20,6 @@ static_assert(std::is_same_v<weight_stream<memory::pageable>::memory, memory::pa
 static_assert(!std::is_copy_constructible_v<ticket> && std::is_nothrow_move_constructible_v<ticket>);
 
 using small_stream = weight_stream<memory::pageable, chunking::run_time, scheduler::fifo>;
-
-/// A directory that is gone with the test.
-struct temporary_directory {
-    temporary_directory() {
-        std::string name = (std::filesystem::temp_directory_path() / "penstock-XXXXXX").string();
-        REQUIRE(::mkdtemp(name.data()) != nullptr);
-        path = name;
-    }
-    ~temporary_directory() { std::filesystem::remove_all(path); }
-    std::filesystem::path path;
-};
-
-std::byte pattern(std::uint64_t file, std::uint64_t offset) {
-    std::uint64_t x = (file + 1) * 0x9e3779b97f4a7c15u + offset;
-    x ^= x >> 29;
-    x *= 0xbf58476d1ce4e5b9u;
-    return static_cast<std::byte>(x >> 56);
-}
-
-void write_pattern(const std::filesystem::path& path, std::uint64_t file, std::size_t size) {
-    std::vector<std::byte> data(size);
-    for (std::size_t i = 0; i < size; ++i) {
-        data[i] = pattern(file, i);
-    }
-    std::ofstream(path, std::ios::binary).write(reinterpret_cast<const char*>(data.data()), static_cast<std::streamsize>(size));
-}
-
-/// Bytes by formula. Reads take `delay`, or as long as the test holds them back; which file was read when is remembered.
-class slow_source final : public byte_source {
-public:
-    explicit slow_source(std::chrono::microseconds delay = 0us) : delay_(delay) {}
-
-    void read(std::uint32_t file, std::uint64_t offset, std::span<std::byte> into) override {
-        std::unique_lock lock(mutex_);
-        order_.push_back(file);
-        const std::size_t number = order_.size();
-        most_at_once_ = std::max(most_at_once_, ++now_);
-        changed_.notify_all();
-        changed_.wait(lock, [&] { return number <= allowed_; });
-        changed_.wait_for(lock, 10s, [&] { return most_at_once_ >= company_; });
-        lock.unlock();
-        if (delay_ > 0us) {
-            std::this_thread::sleep_for(delay_);
-        }
-        for (std::size_t i = 0; i < into.size(); ++i) {
-            into[i] = pattern(file, offset + i);
-        }
-        lock.lock();
-        --now_;
-        if (file == broken_file) {
-            throw io_error("file number " + std::to_string(file) + ": broken at offset " + std::to_string(offset));
-        }
-    }
-
-    [[nodiscard]] std::string name(std::uint32_t file) const override { return "number " + std::to_string(file); }
-
-    /// Lets the first `reads` reads pass and holds back the others.
-    void allow(std::size_t reads) {
-        const std::lock_guard lock(mutex_);
-        allowed_ = reads;
-        changed_.notify_all();
-    }
-
-    /// Holds back every read until `readers` of them have been there at once.
-    void want_company(int readers) { company_ = readers; }
-
-    void wait_for_reads(std::size_t reads) {
-        std::unique_lock lock(mutex_);
-        REQUIRE(changed_.wait_for(lock, 10s, [&] { return order_.size() >= reads; }));
-    }
-
-    [[nodiscard]] std::vector<std::uint32_t> reads() const {
-        const std::lock_guard lock(mutex_);
-        return order_;
-    }
-
-    [[nodiscard]] int most_at_once() const {
-        const std::lock_guard lock(mutex_);
-        return most_at_once_;
-    }
-
-    std::uint32_t broken_file = ~0u;
-
-private:
-    const std::chrono::microseconds delay_;
-    mutable std::mutex mutex_;
-    std::condition_variable changed_;
-    std::vector<std::uint32_t> order_;
-    std::size_t allowed_ = ~std::size_t{0};
-    int company_ = 0;
-    int most_at_once_ = 0;
-    int now_ = 0;
-};
-
-transfer from_file(std::uint64_t request, std::uint32_t file, std::uint64_t offset, std::span<std::byte> to, urgency level = urgency::on_demand) {
-    transfer t;
-    t.request = request;
-    t.file = file;
-    t.offset = offset;
-    t.bytes = to.size();
-    t.destination = to.data();
-    t.level = level;
-    return t;
-}
-
-bool holds_pattern(std::span<const std::byte> data, std::uint64_t file, std::uint64_t offset) {
-    for (std::size_t i = 0; i < data.size(); ++i) {
-        if (data[i] != pattern(file, offset + i)) {
-            return false;
-        }
-    }
-    return true;
-}
-
-constexpr std::byte guard{0xA5};
 
 }  // namespace
 
@@ -369,7 +249,7 @@ TEST_CASE("a device that is not there is refused by name") {
                          doctest::Contains("no CUDA device"), configuration_error);
     stream.reserve();
     CHECK(stream.staging_bytes() == 0);
-    CHECK(stream.staging_bytes_needed() == 24u * (8u << 20));
+    CHECK(stream.staging_bytes_needed() == 24u * (4u << 20));
 }
 
 TEST_CASE("a transfer without a destination is refused") {
@@ -640,168 +520,27 @@ TEST_CASE("load puts every tensor at a multiple of 256 bytes and finds it by nam
     CHECK(stream.load({}, on_host()).size() == 0);
 }
 
-namespace {
-
-/// A copy engine in slow motion: copies of one stream run one after another in a thread of its own, each after a while.
-class slow_copies {
-public:
-    slow_copies() : thread_([this](std::stop_token stop) { run(stop); }) {}
-
-    std::uint64_t enqueue(std::byte* to, const std::byte* from, std::uint64_t size) {
-        const std::lock_guard lock(mutex_);
-        queue_.push_back({to, from, size});
-        changed_.notify_all();
-        return ++enqueued_;
+TEST_CASE("small tensors that are neighbours share chunks, in whatever order they are listed") {
+    const temporary_directory dir;
+    constexpr std::uint64_t tensor_bytes = 64 << 10;
+    constexpr std::uint64_t count = 150;
+    write_pattern(dir.path / "a", 0, 100 + count * tensor_bytes);
+    write_pattern(dir.path / "b", 1, count * tensor_bytes);
+    tensor_list list;
+    list.files = {dir.path / "a", dir.path / "b"};
+    for (std::uint64_t i = 0; i < 2 * count; ++i) {
+        const std::uint64_t n = i * 7 % (2 * count);
+        const auto file = static_cast<std::uint32_t>(n / count);
+        list.tensors.push_back({std::to_string(n), dtype::bf16, {128, 256}, file, (file == 0 ? 100 : 0) + n % count * tensor_bytes, tensor_bytes});
     }
-    void wait(std::uint64_t number) {
-        std::unique_lock lock(mutex_);
-        changed_.wait(lock, [&] { return done_ >= number; });
+    weight_stream<> stream;
+    const loaded_tensors tensors = stream.load(list, on_host());
+    const std::uint64_t chunks = 2 * ceil_div(count * tensor_bytes, 4u << 20);
+    CHECK(tensors.report().chunks == chunks);
+    CHECK(tensors.report().reads == chunks);
+    for (const tensor_info& t : list.tensors) {
+        CHECK(holds_pattern({tensors[t.name].data, t.bytes}, t.file, t.offset));
     }
-    std::uint64_t enqueued() {
-        const std::lock_guard lock(mutex_);
-        return enqueued_;
-    }
-
-private:
-    struct copy {
-        std::byte* to;
-        const std::byte* from;
-        std::uint64_t size;
-    };
-    void run(std::stop_token stop) {
-        std::unique_lock lock(mutex_);
-        while (changed_.wait(lock, stop, [&] { return !queue_.empty(); })) {
-            const copy next = queue_.front();
-            queue_.pop_front();
-            lock.unlock();
-            std::this_thread::sleep_for(200us);
-            std::copy_n(next.from, next.size, next.to);
-            lock.lock();
-            ++done_;
-            changed_.notify_all();
-        }
-    }
-
-    std::mutex mutex_;
-    std::condition_variable_any changed_;
-    std::deque<copy> queue_;
-    std::uint64_t enqueued_ = 0;
-    std::uint64_t done_ = 0;
-    std::jthread thread_;
-};
-
-struct slow_link {
-    struct guard {
-        explicit guard(int) {}
-        ~guard() {}
-    };
-    class marker {
-    public:
-        explicit marker(waiting) {}
-        void record(cudaStream_t stream) {
-            copies_ = reinterpret_cast<slow_copies*>(stream);
-            number_ = copies_->enqueued();
-        }
-        void synchronize() const {
-            if (copies_ != nullptr) {
-                copies_->wait(number_);
-            }
-        }
-        void synchronize_quietly() const noexcept { synchronize(); }
-
-    private:
-        slow_copies* copies_ = nullptr;
-        std::uint64_t number_ = 0;
-    };
-    static void copy(const place& where, std::byte* to, const std::byte* from, std::uint64_t size) {
-        reinterpret_cast<slow_copies*>(where.stream)->enqueue(to, from, size);
-    }
-    static void finish(const place& where) {
-        auto* copies = reinterpret_cast<slow_copies*>(where.stream);
-        copies->wait(copies->enqueued());
-    }
-};
-
-/// Pageable memory that says it can be copied from asynchronously, as pinned memory can.
-struct as_if_pinned : memory::pageable {
-    static constexpr bool device_accessible = true;
-};
-
-template <class Memory>
-void load_through_staging(std::uint64_t chunk_bytes, std::size_t slot_bytes, std::uint32_t slots, int readers) {
-    using engine = detail::stream_engine<Memory, scheduler::priority<3>, slow_link>;
-    slow_copies device;
-    slow_source source;
-    const auto stream = std::make_shared<engine>(readers, slot_bytes, slots, -1);
-    const place where = on_device(0, reinterpret_cast<cudaStream_t>(&device));
-    std::vector<std::byte> to(30'000, guard);
-    std::vector<std::byte> memory(5'000);
-    for (std::size_t i = 0; i < memory.size(); ++i) {
-        memory[i] = pattern(77, i);
-    }
-    std::vector<transfer> list{from_file(1, 1, 5, std::span(to).first(12'345)), from_file(2, 2, 0, std::span(to).subspan(13'000, 6'000), urgency::background)};
-    for (const bool pinned : {false, true}) {
-        transfer t;
-        t.request = 3;
-        t.memory = memory.data();
-        t.memory_is_pinned = pinned;
-        t.bytes = memory.size();
-        t.destination = to.data() + (pinned ? 20'000 : 25'000);
-        list.push_back(t);
-    }
-    const transfer_plan plan(std::span<const transfer>(list), chunking::run_time{bytes{chunk_bytes}});
-    const auto load = std::make_shared<detail::load_state>(plan.chunks(), plan.requests(), source, where, nullptr, std::stop_token{});
-    stream->start(load);
-    ticket t(stream, load);
-    t.wait();
-    slow_link::finish(where);
-    CHECK(stream->staging_bytes() == detail::staging<Memory>::bytes_needed(slot_bytes, slots));
-    CHECK(t.report().bytes == 12'345 + 6'000 + 10'000);
-    CHECK(holds_pattern(std::span(to).first(12'345), 1, 5));
-    CHECK(holds_pattern(std::span(to).subspan(13'000, 6'000), 2, 0));
-    CHECK(holds_pattern(std::span(to).subspan(20'000, 5'000), 77, 0));
-    CHECK(holds_pattern(std::span(to).subspan(25'000, 5'000), 77, 0));
-    CHECK(to[12'345] == guard);
-    CHECK(to[19'000] == guard);
-    stream->stop();
-}
-
-}  // namespace
-
-TEST_CASE("a staging slot is not filled again before its copy is over, whatever chunk and ring") {
-    for (const int readers : {1, 4}) {
-        load_through_staging<as_if_pinned>(1000, 1000, 3, readers);
-        load_through_staging<as_if_pinned>(1000, 1000, 1, readers);
-        load_through_staging<as_if_pinned>(997, 997, 8, readers);
-        load_through_staging<as_if_pinned>(30'000, 1000, 2, readers);  // a chunk passes through several slots
-        load_through_staging<memory::pageable>(1000, 1000, 2, readers);
-    }
-}
-
-TEST_CASE("an error between two staged chunks returns the slots") {
-    using engine = detail::stream_engine<as_if_pinned, scheduler::fifo, slow_link>;
-    slow_copies device;
-    slow_source source;
-    source.broken_file = 9;
-    const auto stream = std::make_shared<engine>(3, 500, 2, -1);
-    const place where = on_device(0, reinterpret_cast<cudaStream_t>(&device));
-    std::vector<std::byte> to(20'000);
-    for (int round = 0; round < 5; ++round) {
-        const std::vector<transfer> list{from_file(1, 1, 0, std::span(to).first(8'000)), from_file(2, round % 2 == 0 ? 9 : 3, 0, std::span(to).subspan(10'000, 8'000))};
-        const transfer_plan plan(std::span<const transfer>(list), chunking::run_time{500_B});
-        const auto load = std::make_shared<detail::load_state>(plan.chunks(), plan.requests(), source, where, nullptr, std::stop_token{});
-        stream->start(load);
-        ticket t(stream, load);
-        if (round % 2 == 0) {
-            CHECK_THROWS_AS(t.wait(), io_error);
-        } else {
-            t.wait();
-            slow_link::finish(where);
-            CHECK(holds_pattern(std::span(to).first(8'000), 1, 0));
-            CHECK(holds_pattern(std::span(to).subspan(10'000, 8'000), 3, 0));
-        }
-    }
-    stream->stop();
 }
 
 namespace {

@@ -3,6 +3,7 @@
 #include <penstock/model/record_slice.hpp>
 #include <penstock/model/shard_plan.hpp>
 #include <penstock/stream/on_every_place.hpp>
+#include <penstock/stream/source_choice.hpp>
 #include <penstock/stream/weight_stream.hpp>
 
 #include <concepts>
@@ -25,12 +26,13 @@ namespace penstock::inline v0_1 {
 
 /// What a load for several places is given at run time.
 struct shard_options {
-    int readers = 0;             ///< threads that read, of each place; 0: the cores shared out, at least 2 and at most 12 each
-    progress_callback callback;  ///< all places together
-    std::stop_token stop;
+    int readers = 0;                  ///< threads that read, of each place; 0: the cores shared out, at least 2 and at most 12 each
+    progress_callback callback = {};  ///< all places together
+    std::stop_token stop = {};
 
-    /// Opens the model's files for one place, called by several threads at once; empty: a file_source. Each place has a source of its own.
-    std::function<std::unique_ptr<byte_source>(const std::vector<std::filesystem::path>&)> open;
+    /// Opens the files for one place, called by several threads at once; empty: a chosen_source, or, for slices of experts, whose columns are
+    /// many small reads, a file_source through the page cache. Each place has a source of its own.
+    std::function<std::unique_ptr<byte_source>(const std::vector<std::filesystem::path>&)> open = {};
 };
 
 /// What one place got. GB = 1e9 bytes.
@@ -46,20 +48,25 @@ struct shard_report {
     double seconds_to_pin = 0;        ///< staging memory had and pinned
     std::uint64_t staging_bytes = 0;  ///< host memory of the stream while it loaded; given back
     std::string staging;              ///< how it was had
+    double link_gb_per_s = 0;         ///< see link_gb_per_s(); set by who measured it
 
     [[nodiscard]] double gb_per_s() const noexcept { return seconds > 0 ? static_cast<double>(bytes) / seconds / 1e9 : 0; }
 };
 
-/// A table: a line for each place.
+/// A table: a line for each place; its share of the link where that was measured.
 inline std::ostream& operator<<(std::ostream& out, const std::vector<shard_report>& reports) {
     char line[256];
-    std::snprintf(line, sizeof line, "%-6s %12s %9s %7s %10s %9s  %s\n", "place", "bytes", "seconds", "GB/s", "staging", "pin (s)",
-                  "source");
+    std::snprintf(line, sizeof line, "%-7s %14s %9s %7s %8s %8s %10s  %s\n", "place", "bytes", "seconds", "GB/s", "of link", "pin (s)",
+                  "staging", "source");
     out << line;
     for (const shard_report& r : reports) {
         const std::string name = r.where.on_host() ? "host" : "GPU " + std::to_string(r.where.device);
-        std::snprintf(line, sizeof line, "%-6s %12llu %9.3f %7.2f %10s %9.3f  ", name.c_str(), static_cast<unsigned long long>(r.bytes),
-                      r.seconds, r.gb_per_s(), to_string(bytes{r.staging_bytes}).c_str(), r.seconds_to_pin);
+        char share[16] = "-";
+        if (r.link_gb_per_s > 0) {
+            std::snprintf(share, sizeof share, "%.1f %%", r.gb_per_s() / r.link_gb_per_s * 100);
+        }
+        std::snprintf(line, sizeof line, "%-7s %14llu %9.3f %7.2f %8s %8.3f %10s  ", name.c_str(), static_cast<unsigned long long>(r.bytes),
+                      r.seconds, r.gb_per_s(), share, r.seconds_to_pin, to_string(bytes{r.staging_bytes}).c_str());
         out << line << r.source << '\n';
     }
     return out;
@@ -268,6 +275,17 @@ inline void add(shard_report& to, const stream_report& r) {
     to.source = r.source;
 }
 
+[[nodiscard]] inline std::unique_ptr<byte_source> open_for(const shard_options& options, const std::vector<std::filesystem::path>& files,
+                                                           bool sliced) {
+    if (options.open) {
+        return options.open(files);
+    }
+    if (sliced) {
+        return std::make_unique<file_source>(files);
+    }
+    return std::make_unique<chosen_source>(files);
+}
+
 [[nodiscard]] inline int readers_of_each(int wanted, std::size_t places) noexcept {
     const auto cores = static_cast<int>(std::thread::hardware_concurrency());
     return wanted > 0 ? wanted : std::clamp(cores / static_cast<int>(larger<std::size_t>(places, 1)), 2, 12);
@@ -315,8 +333,7 @@ template <class Stream = weight_stream<>>
         loaded_shard& shard = made[i].emplace(model, plan, static_cast<std::uint32_t>(i), places[i]);
         shard_report& report = detail::shard_filler::report(shard);
         detail::run_at<Stream>(places[i], readers, shard.bytes() > 0, report, [&](Stream& loader, place where) {
-            const std::unique_ptr<byte_source> files =
-                options.open ? options.open(model.files) : std::make_unique<file_source>(model.files);
+            const std::unique_ptr<byte_source> files = detail::open_for(options, model.files, plan.sliced());
             detail::shard_filler::in_batches(shard, model, plan.sliced(), [&](std::span<const transfer> batch) {
                 detail::add(report, loader.run(batch, *files, where, progress.of(i, report.bytes), stop));
             });
@@ -340,15 +357,12 @@ template <class Stream = weight_stream<>, class Weights>
     return load_sharded<Stream>(describe(weights), plan, places, options);
 }
 
-/// Loads lists of tensors (see split_by_bytes): lists[i] to places[i], as above. options.open does not serve here: files are read by name.
+/// Loads lists of tensors (see split_by_bytes): lists[i] to places[i], as above.
 template <class Stream = weight_stream<>>
 [[nodiscard]] sharded_tensors load_sharded(std::span<const tensor_list> lists, std::span<const place> places,
                                            const shard_options& options = {}) {
     const auto begin = std::chrono::steady_clock::now();
     detail::require_places(places, lists.size(), "lists of tensors");
-    if (options.open) {
-        throw configuration_error("penstock: load_sharded reads lists of tensors from their own files; shard_options::open serves a plan");
-    }
     const int readers = detail::readers_of_each(options.readers, places.size());
     std::uint64_t total = 0;
     for (const tensor_list& list : lists) {
@@ -363,7 +377,8 @@ template <class Stream = weight_stream<>>
     detail::on_every_place(places, options.stop, [&](std::size_t i, const std::stop_token& stop) {
         shard_report& report = result.reports[i];
         detail::run_at<Stream>(places[i], readers, !lists[i].tensors.empty(), report, [&](Stream& loader, place) {
-            made[i].emplace(loader.load(lists[i], places[i], progress.of(i, 0), stop));
+            const std::unique_ptr<byte_source> files = detail::open_for(options, lists[i].files, false);
+            made[i].emplace(loader.load(lists[i], *files, places[i], progress.of(i, 0), stop));
             detail::add(report, made[i]->report());
             report.memory = made[i]->bytes();
         });

@@ -1,26 +1,28 @@
 #pragma once
 
+#include <penstock/stream/issue_window.hpp>
 #include <penstock/stream/link.hpp>
+#include <penstock/stream/load_queue.hpp>
 #include <penstock/stream/staging.hpp>
 #include <penstock/stream/ticket.hpp>
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <thread>
 
 namespace penstock::inline v0_1::detail {
 
-/// The readers of a weight stream, the scheduler queue that all its loads share, and its staging. One mutex guards the queue, the loads and
-/// the staging slots; reading, copying, waiting for an event and calling back happen outside of it.
-///
-/// The queue is told of a request once, and again when it is promoted; it answers with chunks. An answer for a chunk that is already taken,
-/// or of a load that is over, is passed over. So nothing is ever removed from a queue, and its interface needs no such function.
+/// The readers of a weight stream, the scheduler queue that all its loads share, and its staging. One mutex guards the queue, the loads,
+/// the staging slots and the issue windows; reading, copying, waiting for an event and calling back happen outside of it.
 template <class Memory, class Scheduler, class Link = cuda_link>
 class stream_engine final : public load_engine {
 public:
     /// Copies to a device go through `slots` slots of `slot_bytes`.
     /// @param near the GPU next to which staging should lie; negative: the first that needs it
-    stream_engine(int readers, std::size_t slot_bytes, std::uint32_t slots, int near) : slot_bytes_(slot_bytes), slots_(slots), near_(near) {
+    /// @param window copies that are not on demand on one device's copy engine at a time, at most
+    stream_engine(int readers, std::size_t slot_bytes, std::uint32_t slots, int near, std::uint32_t window = 2)
+        : slot_bytes_(slot_bytes), slots_(slots), near_(near), window_(larger(window, 1u)) {
         threads_.reserve(static_cast<std::size_t>(readers));
         try {
             for (int i = 0; i < readers; ++i) {
@@ -39,8 +41,9 @@ public:
         {
             const std::lock_guard lock(mutex);
             stopping_ = true;
-            fail_all(std::make_exception_ptr(cancelled("penstock: the weight stream of the load was destroyed")));
+            queue_.fail_all(std::make_exception_ptr(cancelled("penstock: the weight stream of the load was destroyed")));
         }
+        arrived.notify_all();
         work_.notify_all();
         for (std::thread& t : threads_) {
             if (t.get_id() == std::this_thread::get_id()) {
@@ -82,10 +85,13 @@ public:
     /// @throws out_of_memory, cuda_error where staging cannot be had, and what the scheduler throws; errors of the load itself are its ticket's
     void start(const std::shared_ptr<load_state>& load) {
         std::uint64_t here = 0;
-        for (const planned_chunk& c : load->chunks) {
-            here += brought_by_caller(*load, c) ? 1 : 0;
+        bool staged = false;
+        for (std::uint32_t i = 0; i < load->chunks.size(); ++i) {
+            const route way = load->routes[i] = route_of(*load, load->chunks[i]);
+            here += way == route::by_caller ? 1 : 0;
+            staged = staged || way == route::staged;
         }
-        if (needs_slot(*load) && here < load->chunks.size()) {
+        if (staged) {
             reserve_staging(near_ >= 0 ? near_ : load->where.device);
         }
         enqueue(load);
@@ -104,20 +110,18 @@ public:
             if (load.chunks_left == 0) {
                 return;
             }
-            fail_locked(load, std::move(why));
+            queue_.fail(load, std::move(why));
         }
         arrived.notify_all();
+        settle_failed();
     }
 
     void promote(load_state& load, std::uint64_t request) override {
         {
             const std::lock_guard lock(mutex);
-            const std::uint32_t r = load.number_of.at(request);
-            if (load.error || load.untaken_left[r] == 0 || load.requests[r].what.level == urgency::on_demand) {
+            if (!queue_.promote(load, load.number_of.at(request))) {
                 return;
             }
-            load.requests[r].what.level = urgency::on_demand;
-            queue_.push(load.requests[r].what);
         }
         work_.notify_all();
     }
@@ -126,228 +130,195 @@ private:
     using staging_type = staging<Memory, cuda_pinning, typename Link::marker>;
     using slot_type = typename staging_type::slot;
 
-    /// A request that has chunks which nobody has taken.
-    struct live_request {
-        std::shared_ptr<load_state> load;
-        std::uint32_t number;
-    };
-
-    /// A chunk in the hands of a reader; without a load, none.
-    struct job {
-        std::shared_ptr<load_state> load;
-        std::uint32_t chunk = 0;
-    };
+    using window_type = issue_window<typename Link::marker, slot_type>;
 
     /// Whether copies run by themselves after they are enqueued; from pageable memory they are made one at a time, the naive way.
     static constexpr bool copies_run_on = Memory::device_accessible;
 
-    static constexpr const char* no_next_chunk = "penstock: the scheduler names no next chunk, but not all of its requests are done";
-
-    static bool needs_slot(const load_state& load) noexcept { return !load.where.on_host(); }
-
-    /// Memory that a copy can be enqueued from as it lies needs no reader.
-    static bool brought_by_caller(const load_state& load, const planned_chunk& c) noexcept {
-        return !load.where.on_host() && c.memory != nullptr && (c.memory_is_pinned || !copies_run_on);
+    /// Memory that a copy can be enqueued from as it lies needs no staging; what is on demand is enqueued without a change of thread.
+    static route route_of(const load_state& load, const planned_chunk& c) noexcept {
+        if (load.where.on_host()) {
+            return route::to_host;
+        }
+        if (c.memory == nullptr || (!c.memory_is_pinned && copies_run_on)) {
+            return route::staged;
+        }
+        return !copies_run_on || load.requests[c.request].what.level == urgency::on_demand ? route::by_caller : route::as_it_lies;
     }
 
     void enqueue(const std::shared_ptr<load_state>& load) {
         {
             const std::lock_guard lock(mutex);
             load->in_flight = 1;  // the calling thread: nobody may see the load as over before it is done
-            for (std::uint32_t i = 0; i < load->chunks.size(); ++i) {
-                const planned_chunk& c = load->chunks[i];
-                if (brought_by_caller(*load, c)) {
-                    load->taken[i] = 1;
-                } else {
-                    ++load->untaken;
-                    ++load->untaken_left[c.request];
-                }
-            }
-            load->untaken_staged = needs_slot(*load) ? load->untaken : 0;
-            untaken_ += load->untaken;
-            untaken_staged_ += load->untaken_staged;
-            try {
-                for (std::uint32_t r = 0; r < load->requests.size(); ++r) {
-                    if (load->untaken_left[r] > 0) {
-                        live_[load->requests[r].what.id].push_back({load, r});
-                        queue_.push(load->requests[r].what);
-                    }
-                }
-            } catch (...) {
-                fail_locked(*load, std::current_exception());
-                throw;
-            }
+            queue_.push(load);
             if (load->chunks.empty()) {
                 load->seconds = load->elapsed();
             }
             if (load->stop.stop_requested() && !load->chunks.empty()) {
-                fail_locked(*load, std::make_exception_ptr(cancelled("penstock: the load was cancelled before it began")));
+                queue_.fail(*load, std::make_exception_ptr(cancelled("penstock: the load was cancelled before it began")));
             }
         }
         work_.notify_all();
     }
 
-    // ---- with the mutex held ----
-
-    void fail_locked(load_state& load, std::exception_ptr why) {
-        if (!load.error) {
-            load.error = std::move(why);
-            load.seconds = load.elapsed();
-        }
-        untaken_ -= load.untaken;
-        untaken_staged_ -= load.untaken_staged;
-        load.untaken = load.untaken_staged = 0;
-        for (std::uint32_t r = 0; r < load.requests.size(); ++r) {
-            if (load.untaken_left[r] > 0) {
-                load.untaken_left[r] = 0;
-                forget(load, r);
-            }
-        }
-    }
-
-    void forget(const load_state& load, std::uint32_t number) {
-        const auto same = live_.find(load.requests[number].what.id);
-        if (same == live_.end()) {
-            return;
-        }
-        std::erase_if(same->second, [&](const live_request& l) { return l.load.get() == &load && l.number == number; });
-        if (same->second.empty()) {
-            live_.erase(same);
-        }
-    }
-
-    /// The scheduler's next chunk that is still wanted. Nothing where there is none.
-    [[nodiscard]] job next_job() {
-        while (untaken_ > 0) {
-            std::optional<chunk> answer;
-            std::exception_ptr lost;
-            try {
-                answer = queue_.next();
-            } catch (...) {
-                lost = std::current_exception();
-            }
-            if (!answer) {
-                fail_all(lost ? lost : std::make_exception_ptr(configuration_error(no_next_chunk)));
-                return {};
-            }
-            if (job j = take(*answer); j.load != nullptr) {
-                return j;
-            }
-        }
-        return {};
-    }
-
-    void fail_all(const std::exception_ptr& why) {
-        while (!live_.empty()) {
-            const std::shared_ptr<load_state> load = live_.begin()->second.front().load;
-            fail_locked(*load, why);
-        }
-        arrived.notify_all();
-    }
-
-    /// Loads may share a request number; then the most urgent that lacks this chunk gets it.
-    [[nodiscard]] job take(const chunk& answer) {
-        const auto same = live_.find(answer.request);
-        if (same == live_.end()) {
-            return {};
-        }
-        const live_request* best = nullptr;
-        for (const live_request& l : same->second) {
-            const planned_request& q = l.load->requests[l.number];
-            if (answer.index < q.what.chunks && l.load->taken[q.first_chunk + answer.index] == 0 &&
-                (best == nullptr || q.what.level < best->load->requests[best->number].what.level)) {
-                best = &l;
-            }
-        }
-        if (best == nullptr) {
-            return {};
-        }
-        const std::uint32_t number = best->number;
-        job j{best->load, best->load->requests[number].first_chunk + answer.index};
-        load_state& load = *j.load;
-        load.taken[j.chunk] = 1;
-        --load.untaken;
-        --untaken_;
-        if (needs_slot(load)) {
-            --load.untaken_staged;
-            --untaken_staged_;
-        }
-        if (--load.untaken_left[number] == 0) {
-            forget(load, number);
-        }
-        ++load.in_flight;
-        return j;
-    }
-
-    // ---- without the mutex ----
+    // ---- the readers ----
 
     void read_chunks() {
+        std::optional<typename Link::guard> on;  // a reader stays on the device that it served last
+        int device = -1;
         std::unique_lock lock(mutex);
         for (;;) {
-            work_.wait(lock, [&] { return stopping_ || (untaken_ > 0 && (untaken_staged_ == 0 || staging_->available())); });
+            work_.wait(lock, [&] { return stopping_ || (!queue_.empty() && (!queue_.needs_slot() || staging_->available())); });
             if (stopping_) {
                 return;
             }
             // The slot comes first and the chunk is chosen when the slot is free, so that the most urgent gets the next free slot.
             slot_type* slot = nullptr;
-            std::exception_ptr slot_error;
-            if (untaken_staged_ > 0) {
+            std::exception_ptr error;
+            if (queue_.needs_slot()) {
                 slot = staging_->take();
                 lock.unlock();
-                slot_error = await(*slot);
+                error = await(slot->copied);
                 lock.lock();
             }
-            job j = next_job();
-            if (slot != nullptr && (j.load == nullptr || !needs_slot(*j.load))) {
-                give_back_unused(std::exchange(slot, nullptr));
+            chunk_job j = queue_.next();
+            if (j.load == nullptr) {
+                arrived.notify_all();  // a scheduler that lost chunks has failed their loads
+            }
+            if (slot != nullptr && (j.load == nullptr || j.load->routes[j.chunk] != route::staged)) {
+                staging_->give_back_unused(std::exchange(slot, nullptr));
+                error = nullptr;
+                work_.notify_one();
             }
             if (j.load != nullptr) {
                 lock.unlock();
-                bring(*j.load, j.chunk, slot, std::move(slot_error));
-                j.load.reset();  // the last owner of a load may be this one, and its destructor needs no lock
+                if (const int wanted = j.load->where.device; wanted >= 0 && wanted != device && !error) {
+                    device = -1;
+                    error = attempt([&] { on.emplace(wanted); });
+                    device = error ? -1 : wanted;
+                }
+                bring(std::move(j), slot, std::move(error));
                 lock.lock();
             }
         }
     }
 
-    /// Waits for the copy out of a slot. A copy that failed has left the slot free, and its error is the next load's to report.
-    static std::exception_ptr await(slot_type& slot) noexcept {
+    template <class Work>
+    static std::exception_ptr attempt(Work&& work) noexcept {
         try {
-            slot.copied.synchronize();
+            work();
             return nullptr;
         } catch (...) {
             return std::current_exception();
         }
     }
 
-    void give_back_unused(slot_type* slot) {
-        staging_->give_back_unused(slot);
-        work_.notify_one();
+    /// Waits for a copy. One that failed has left its slot free, and its error is the next load's to report.
+    static std::exception_ptr await(const typename Link::marker& copied) noexcept {
+        return attempt([&] { copied.synchronize(); });
     }
 
-    void bring(load_state& load, std::uint32_t number, slot_type* slot, std::exception_ptr error) {
-        const planned_chunk& c = load.chunks[number];
+    void bring(chunk_job j, slot_type* slot, std::exception_ptr error) {
+        load_state& load = *j.load;
+        const planned_chunk& c = load.chunks[j.chunk];
+        const bool windowed = copies_run_on && !j.urgent && !load.where.on_host() && (slot == nullptr || c.bytes <= slot_bytes_);
         std::uint64_t reads = 0;
         if (!error) {
-            try {
+            error = attempt([&] {
                 if (load.where.on_host()) {
                     fetch(load, c, 0, {c.destination, c.bytes}, reads);
+                } else if (slot == nullptr) {
+                    if (!windowed) {
+                        copy_as_it_lies(load, c, reads);
+                    }
+                } else if (windowed) {
+                    fetch(load, c, 0, {slot->data, c.bytes}, reads);
                 } else {
                     through_staging(load, c, slot, reads);
                 }
-            } catch (...) {
-                error = std::current_exception();
-            }
+            });
         }
-        if (slot != nullptr) {
+        if (windowed && !error) {
+            issue({std::move(j), slot, reads});
+        } else {
+            settle({std::move(j), slot, reads}, std::move(error));
+        }
+    }
+
+    /// After a chunk: the slot goes back, the load counts.
+    void settle(typename window_type::entry e, std::exception_ptr error) {
+        if (e.slot != nullptr) {
             {
                 const std::lock_guard lock(mutex);
-                staging_->give_back(slot);
+                staging_->give_back(e.slot);
             }
             work_.notify_one();
         }
-        arrive(load, c, reads, std::move(error));
+        load_state& load = *e.what.load;
+        arrive(load, load.chunks[e.what.chunk], e.reads, std::move(error));
         leave(load);
+    }
+
+    /// Leaves a chunk to the window of its device, and serves the window if nobody does.
+    void issue(typename window_type::entry ready) {
+        const int device = ready.what.load->where.device;
+        std::unique_lock lock(mutex);
+        window_type& window = windows_.try_emplace(device, window_).first->second;
+        if (!window.push(std::move(ready))) {
+            return;
+        }
+        while (window.go_on()) {
+            std::optional<typename window_type::entry> next = window.take_failed();
+            std::exception_ptr error;
+            if (next) {
+                error = next->what.load->error;
+                lock.unlock();
+            } else {
+                lock.unlock();
+                error = await(window.oldest_copy());
+                lock.lock();
+                next = window.take_most_urgent();
+                if (!next) {
+                    continue;  // its load has failed meanwhile
+                }
+                lock.unlock();
+                if (!error) {
+                    error = attempt([&] { copy_from(*next, window); });
+                }
+            }
+            settle(std::move(*next), std::move(error));
+            next.reset();  // the last owner of a load may be this one, and its destructor needs no lock
+            lock.lock();
+        }
+    }
+
+    /// Ends what waits for room of loads that have failed, so that a held-up device does not hold up who cancels.
+    void settle_failed() {
+        for (;;) {
+            std::optional<typename window_type::entry> failed;
+            {
+                const std::lock_guard lock(mutex);
+                for (auto w = windows_.begin(); w != windows_.end() && !failed; ++w) {
+                    failed = w->second.take_failed();
+                }
+            }
+            if (!failed) {
+                return;
+            }
+            settle(std::move(*failed), std::make_exception_ptr(cancelled("penstock: the load has failed")));  // behind the first error
+        }
+    }
+
+    void copy_from(typename window_type::entry& e, window_type& window) {
+        load_state& load = *e.what.load;
+        const planned_chunk& c = load.chunks[e.what.chunk];
+        if (e.slot != nullptr) {
+            copy(load.where, c.destination, e.slot->data, c.bytes, &e.slot->copied);
+        } else {
+            copy_as_it_lies(load, c, e.reads);
+        }
+        window.oldest_copy().record(load.where.stream);
+        window.became_newest();
     }
 
     static void fetch(load_state& load, const planned_chunk& c, std::uint64_t from, std::span<std::byte> into, std::uint64_t& reads) {
@@ -359,9 +330,29 @@ private:
         }
     }
 
+    /// Bytes of a source that the device does not take from where they lie are read instead, and the source told so.
+    void copy_as_it_lies(load_state& load, const planned_chunk& c, std::uint64_t& reads) {
+        try {
+            copy(load.where, c.destination, c.memory, c.bytes, nullptr);
+        } catch (const cuda_error& refusal) {
+            if (!c.of_source || loses_device(refusal.code())) {
+                throw;
+            }
+            load.source->refuse_in_place(c.file, refusal.what());
+            std::vector<std::byte> aside(smaller<std::uint64_t>(c.bytes, slot_bytes_));
+            for (std::uint64_t at = 0; at < c.bytes;) {
+                const std::span<std::byte> part(aside.data(), smaller<std::uint64_t>(aside.size(), c.bytes - at));
+                load.source->read(c.file, c.offset + at, part);
+                ++reads;
+                Link::copy(load.where, c.destination + at, part.data(), part.size());
+                Link::finish(load.where);
+                at += part.size();
+            }
+        }
+    }
+
     /// A chunk larger than a slot goes slot by slot: `slot` is exchanged for the next free one on the way.
     void through_staging(load_state& load, const planned_chunk& c, slot_type*& slot, std::uint64_t& reads) {
-        const typename Link::guard on(load.where.device);
         for (std::uint64_t done = 0; done < c.bytes;) {
             if (done > 0) {
                 exchange(slot);
@@ -407,11 +398,11 @@ private:
             while (wanted > 0) {
                 const std::optional<chunk> next = order.next();
                 if (!next) {
-                    throw configuration_error(no_next_chunk);
+                    throw configuration_error(load_queue<Scheduler>::no_next_chunk);
                 }
                 const planned_request& q = load.requests[load.number_of.at(next->request)];
                 const std::uint32_t number = q.first_chunk + next->index;
-                if (next->index >= q.what.chunks || done[number] || !brought_by_caller(load, load.chunks[number])) {
+                if (next->index >= q.what.chunks || done[number] || load.routes[number] != route::by_caller) {
                     continue;
                 }
                 if (load.stop.stop_requested()) {
@@ -424,10 +415,11 @@ private:
                     }
                 }
                 const planned_chunk& c = load.chunks[number];
-                copy(load.where, c.destination, c.memory, c.bytes, nullptr);
+                std::uint64_t reads = 0;
+                copy_as_it_lies(load, c, reads);
                 done[number] = true;
                 --wanted;
-                arrive(load, c, 0, nullptr);
+                arrive(load, c, reads, nullptr);
             }
         } catch (...) {
             fail(load, std::current_exception());
@@ -442,7 +434,7 @@ private:
             const std::lock_guard lock(mutex);
             load.reads += reads;
             if (failed) {
-                fail_locked(load, std::move(error));
+                queue_.fail(load, std::move(error));
             } else {
                 load.bytes_done += c.bytes;
                 --load.left[c.request];
@@ -450,7 +442,7 @@ private:
                 if (last) {
                     load.seconds = load.elapsed();
                 } else if (load.stop.stop_requested()) {
-                    fail_locked(load, std::make_exception_ptr(cancelled("penstock: the load was cancelled")));
+                    queue_.fail(load, std::make_exception_ptr(cancelled("penstock: the load was cancelled")));
                 }
             }
         }
@@ -484,7 +476,7 @@ private:
         } catch (...) {
             const std::lock_guard lock(mutex);
             if (!load.error) {
-                fail_locked(load, std::current_exception());
+                queue_.fail(load, std::current_exception());
             }
         }
     }
@@ -500,14 +492,13 @@ private:
     const std::size_t slot_bytes_;
     const std::uint32_t slots_;
     const int near_;
+    const std::uint32_t window_;
     std::mutex reserving_;
     std::condition_variable work_;  ///< a request came, a slot came back, the end
 
-    typename Scheduler::queue queue_;
-    std::unordered_map<std::uint64_t, std::vector<live_request>> live_;  ///< by the caller's number
-    std::uint64_t untaken_ = 0;                                         ///< chunks of all loads that nobody has taken
-    std::uint64_t untaken_staged_ = 0;
+    load_queue<Scheduler> queue_;
     std::unique_ptr<staging_type> staging_;
+    std::map<int, window_type> windows_;  ///< by device
     bool stopping_ = false;
     std::vector<std::thread> threads_;  // last: it uses everything above
 };

@@ -37,6 +37,14 @@ struct stream_report {
 
 namespace detail {
 
+/// Which way a chunk takes.
+enum class route : std::uint8_t {
+    to_host,     ///< a reader brings it straight to its destination
+    staged,      ///< a reader brings it to a staging slot, from which it is copied
+    as_it_lies,  ///< a reader enqueues the copy from where the bytes are
+    by_caller    ///< start() enqueues the copy from where the bytes are
+};
+
 /// Everything about one load. Plan, source and place do not change; the rest is guarded by the engine's mutex.
 struct load_state {
     load_state(std::span<const planned_chunk> planned_chunks, std::span<const planned_request> planned_requests, byte_source& from, place to,
@@ -47,6 +55,7 @@ struct load_state {
           where(to),
           callback(std::move(call)),
           stop(std::move(token)),
+          routes(chunks.size(), route::to_host),
           taken(chunks.size()),
           left(requests.size()),
           untaken_left(requests.size()),
@@ -68,6 +77,7 @@ struct load_state {
     std::stop_token stop;
     std::chrono::steady_clock::time_point started = std::chrono::steady_clock::now();
 
+    std::vector<route> routes;                ///< by chunk; fixed before the load is enqueued
     std::vector<std::uint8_t> taken;          ///< by chunk: someone brings it or has brought it
     std::vector<std::uint32_t> left;          ///< by request: chunks that have not arrived
     std::vector<std::uint32_t> untaken_left;  ///< by request: chunks that nobody has taken

@@ -16,6 +16,7 @@ namespace penstock::inline v0_1 {
 struct stream_options {
     int readers = 0;  ///< threads that read; 0: one for each core, at least 2, at most 12, beyond which a PCIe 5 link gains nothing
     int device = -1;  ///< the GPU next to which staging should lie; negative: the one that is loaded first
+    std::uint32_t issue_window = 2;  ///< chunks of loads that are not on demand on one GPU's copy engine at a time; others do not count
 };
 
 /// Brings bytes from files or host memory to host memory or to a GPU. It owns its reader threads, which are started once and joined by its
@@ -23,8 +24,13 @@ struct stream_options {
 /// start loads at once; all loads share the readers, the staging and one scheduler queue, which is asked at every chunk whose turn it is.
 ///
 /// To the host, readers read straight into the destination. To a device, they fill staging slots and enqueue the copies on the place's
-/// stream; a slot is filled again when its copy is over. Pinned memory goes to a device without readers or staging: start() enqueues the
-/// copies itself. With memory::pageable, copies to a device are synchronous, one chunk at a time: the naive way, for comparison.
+/// stream; a slot is filled again when its copy is over. Pinned memory goes to a device without staging: what is on demand is enqueued by
+/// start() itself. With memory::pageable, copies to a device are synchronous, one chunk at a time: the naive way, for comparison.
+///
+/// Prefetched and background chunks, staged or pinned, wait until at most `issue_window` of their kind are on the device's copy engine, the
+/// most urgent first; so an urgent load of the same device stands behind that many chunks, and not behind a load or a full ring. A chunk
+/// larger than a staging slot does not wait. A stream that is held up for long holds up the staging of all loads: give every device a
+/// weight stream of its own, with readers and staging near it.
 template <class Memory, class Chunking, class Prefetch, class Scheduler>
 class basic_weight_stream {
     static_assert(memory_policy<Memory>, "penstock: weight_stream's memory kind lacks host_accessible, device_accessible or page_aligned");
@@ -47,7 +53,7 @@ public:
           slot_bytes_(larger<std::uint64_t>(chunking.bytes_per_chunk(0, unbounded_slot_bytes), 1)),
           slots_(larger<std::uint32_t>(prefetch.chunks_ahead(slot_bytes_), 1)),
           readers_(options.readers > 0 ? options.readers : default_readers()),
-          engine_(std::make_shared<engine>(readers_, slot_bytes_, slots_, options.device)) {}
+          engine_(std::make_shared<engine>(readers_, slot_bytes_, slots_, options.device, options.issue_window)) {}
 
     basic_weight_stream(const basic_weight_stream&) = delete;
     basic_weight_stream& operator=(const basic_weight_stream&) = delete;
@@ -102,10 +108,19 @@ public:
     }
 
     /// start(), wait(), and for a device the synchronisation of its stream: every byte is at its place when this returns, and no copy of this
-    /// load runs any more when it throws. @throws what start() and ticket::wait() throw
+    /// load runs any more when it throws. To a device, the callback counts chunks whose copies are enqueued, at most the staging ahead of
+    /// what has arrived, and bytes == total is told when all have arrived. @throws what start() and ticket::wait() throw
     stream_report run(std::span<const transfer> transfers, byte_source& source, place where, progress_callback callback = {}, std::stop_token stop = {}) {
         const auto started = std::chrono::steady_clock::now();
-        ticket load = start(transfers, source, where, std::move(callback), std::move(stop));
+        progress_callback before_the_end;
+        if (callback && !where.on_host()) {
+            before_the_end = [&callback](const progress& now) {
+                if (now.bytes < now.total) {
+                    callback(now);
+                }
+            };
+        }
+        ticket load = start(transfers, source, where, where.on_host() ? callback : before_the_end, std::move(stop));
         try {
             load.wait();
         } catch (...) {
@@ -119,6 +134,9 @@ public:
             const device_guard on(where.device);
             check(cudaStreamSynchronize(where.stream), "cudaStreamSynchronize");
             report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+            if (callback) {
+                callback({report.bytes, report.bytes, report.seconds});
+            }
         }
         return report;
     }
@@ -159,7 +177,7 @@ private:
     using engine = detail::stream_engine<Memory, Scheduler>;
 
     /// Slot size for a chunking that has no size of its own (whole, rows): its chunks pass through staging slot by slot.
-    static constexpr std::uint64_t unbounded_slot_bytes = std::uint64_t{8} << 20;
+    static constexpr std::uint64_t unbounded_slot_bytes = std::uint64_t{4} << 20;
 
     static int default_readers() noexcept { return static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 2u, 12u)); }
 
@@ -176,13 +194,14 @@ template <class... Ps>
 struct make_weight_stream {
     PENSTOCK_CHECK_POLICIES("weight_stream", Ps...);
     static_assert(axis_count<axis::eviction, Ps...> == 0, "penstock: weight_stream keeps nothing, so it takes no eviction rule");
-    using type = basic_weight_stream<pick_policy<axis::memory, memory::pinned, Ps...>, pick_policy<axis::chunking, chunking::fixed<bytes{8u << 20}>, Ps...>,
+    using type = basic_weight_stream<pick_policy<axis::memory, memory::pinned, Ps...>, pick_policy<axis::chunking, chunking::fixed<bytes{4u << 20}>, Ps...>,
                                      pick_policy<axis::prefetch, prefetch::depth<24>, Ps...>, pick_policy<axis::scheduling, scheduler::fifo, Ps...>>;
 };
 
 }  // namespace detail
 
-/// A weight stream from policies in any order. Defaults: pinned staging, 8 MiB chunks, 24 of them ahead, first come first served.
+/// A weight stream from policies in any order. Defaults: pinned staging, 4 MiB chunks, 24 of them ahead, first come first served. Two
+/// chunks a reader in a ring of 96 MiB stay in the last cache until they are copied, which 8 MiB chunks do not.
 template <class... Ps>
 using weight_stream = typename detail::make_weight_stream<Ps...>::type;
 

@@ -1,0 +1,254 @@
+#include "stream_fakes.hpp"
+
+#include <atomic>
+
+using namespace stream_fakes;
+
+namespace {
+
+template <class Scheduler = scheduler::priority<3>, class Link = slow_link>
+using engine_of = detail::stream_engine<as_if_pinned, Scheduler, Link>;
+using engine = engine_of<>;
+
+place on(slow_copies& stream) { return on_device(0, reinterpret_cast<cudaStream_t>(&stream)); }
+
+constexpr std::uint64_t chunk_bytes = 1000;
+
+template <class Engine>
+ticket start(const std::shared_ptr<Engine>& stream, std::span<const transfer> list, byte_source& source, place where) {
+    const transfer_plan plan(list, chunking::run_time{bytes{chunk_bytes}});
+    auto load = std::make_shared<detail::load_state>(plan.chunks(), plan.requests(), source, where, nullptr, std::stop_token{});
+    stream->start(load);
+    return ticket(stream, std::move(load));
+}
+
+transfer from_memory(std::uint64_t request, std::span<const std::byte> from, std::byte* to, urgency level) {
+    transfer t;
+    t.request = request;
+    t.memory = from.data();
+    t.memory_is_pinned = true;
+    t.bytes = from.size();
+    t.destination = to;
+    t.level = level;
+    return t;
+}
+
+std::vector<std::byte> known_bytes(std::size_t size) {
+    std::vector<std::byte> data(size);
+    for (std::size_t i = 0; i < size; ++i) {
+        data[i] = pattern(77, i);
+    }
+    return data;
+}
+
+}  // namespace
+
+TEST_CASE("of a load that is not on demand, no more chunks than the window are on the copy engine") {
+    for (const int readers : {1, 4}) {
+        for (const std::uint32_t window : {1u, 2u}) {
+            for (const bool pinned : {false, true}) {
+                slow_copies device;
+                device.allow(0);
+                slow_source source;
+                const auto stream = std::make_shared<engine>(readers, chunk_bytes, 8, -1, window);
+                const std::vector<std::byte> memory = known_bytes(20'500);
+                std::vector<std::byte> to(memory.size());
+                const transfer t = pinned ? from_memory(1, memory, to.data(), urgency::background) : from_file(1, 77, 0, to, urgency::background);
+                ticket load = start(stream, std::span(&t, 1), source, on(device));
+                device.wait_for_enqueued(window);
+                std::this_thread::sleep_for(5ms);
+                CHECK(device.enqueued() == window);
+                CHECK_FALSE(load.done());
+                device.allow(1000);
+                load.wait();
+                CHECK(load.report().chunks == 21);
+                slow_link::finish(on(device));
+                CHECK(holds_pattern(to, 77, 0));
+                CHECK(device.most_at_once() == window);
+                stream->stop();
+            }
+        }
+    }
+}
+
+TEST_CASE("an urgent load of the same device stands behind the window alone, whatever waits there") {
+    for (const bool pinned_background : {false, true}) {
+        for (const bool pinned_urgent : {false, true}) {
+            slow_copies background_stream;
+            slow_copies urgent_stream;
+            background_stream.allow(0);
+            slow_source source;
+            const auto stream = std::make_shared<engine>(3, chunk_bytes, 16, -1);
+            const std::vector<std::byte> memory = known_bytes(100'000);
+            std::vector<std::byte> to(memory.size());
+            std::vector<std::byte> fast(4'000);
+            // With staging, more slots than chunks: readers would wait for those that a stream holds up.
+            const std::size_t size = pinned_background ? to.size() : 5'000;
+            const transfer slow = pinned_background ? from_memory(1, memory, to.data(), urgency::prefetch)
+                                                    : from_file(1, 77, 0, std::span(to).first(size), urgency::prefetch);
+            const transfer quick = pinned_urgent ? from_memory(2, std::span(memory).first(fast.size()), fast.data(), urgency::on_demand)
+                                                 : from_file(2, 77, 0, fast);
+            ticket background = start(stream, std::span(&slow, 1), source, on(background_stream));
+            background_stream.wait_for_enqueued(2);
+            ticket urgent = start(stream, std::span(&quick, 1), source, on(urgent_stream));
+            if (pinned_urgent) {
+                CHECK(urgent_stream.enqueued() == 4);  // by start() itself
+            }
+            urgent.wait();
+            slow_link::finish(on(urgent_stream));
+            CHECK(holds_pattern(fast, 77, 0));
+            CHECK(background_stream.enqueued() == 2);
+            background_stream.allow(1000);
+            background.wait();
+            slow_link::finish(on(background_stream));
+            CHECK(holds_pattern(std::span(to).first(size), 77, 0));
+            stream->stop();
+        }
+    }
+}
+
+TEST_CASE("loads on demand are enqueued without a window") {
+    slow_copies device;
+    device.allow(0);
+    slow_source source;
+    const auto stream = std::make_shared<engine>(4, chunk_bytes, 16, -1);
+    std::vector<std::byte> to(10'000);
+    const transfer t = from_file(1, 77, 0, to);
+    ticket load = start(stream, std::span(&t, 1), source, on(device));
+    load.wait();
+    CHECK(device.enqueued() == 10);
+    device.allow(1000);
+    slow_link::finish(on(device));
+    CHECK(holds_pattern(to, 77, 0));
+    stream->stop();
+}
+
+TEST_CASE("a promoted request passes what waits in the window") {
+    slow_copies device;
+    device.allow(0);
+    slow_source source;
+    const auto stream = std::make_shared<engine>(2, chunk_bytes, 8, -1);
+    const std::vector<std::byte> memory = known_bytes(8'000);
+    std::vector<std::byte> to(memory.size());
+    std::vector<transfer> list;
+    for (std::uint32_t i = 0; i < 8; ++i) {
+        list.push_back(from_memory(i, std::span(memory).subspan(i * 1000, 1000), to.data() + i * 1000, urgency::background));
+    }
+    ticket load = start(stream, list, source, on(device));
+    device.wait_for_enqueued(2);
+    std::this_thread::sleep_for(5ms);  // the others wait in the window by now, or in the queue: both know urgency
+    load.promote(6);
+    device.allow(1);
+    device.wait_for_enqueued(3);
+    CHECK(device.targets()[2] == to.data() + 6'000);
+    device.allow(1000);
+    load.wait();
+    slow_link::finish(on(device));
+    CHECK(holds_pattern(to, 77, 0));
+    stream->stop();
+}
+
+TEST_CASE("cancelling a load that waits in the window does not wait for the device, and its slots come back") {
+    slow_copies device;
+    device.allow(0);
+    slow_source source;
+    const auto stream = std::make_shared<engine>(3, chunk_bytes, 8, -1);
+    std::vector<std::byte> to(6'000);
+    const transfer t = from_file(1, 77, 0, to, urgency::background);
+    {
+        ticket load = start(stream, std::span(&t, 1), source, on(device));
+        device.wait_for_enqueued(2);
+        source.wait_for_reads(6);
+    }  // returns while the device is held up
+    CHECK(device.enqueued() == 2);
+    device.allow(1000);
+    for (int round = 0; round < 3; ++round) {
+        ticket again = start(stream, std::span(&t, 1), source, on(device));
+        again.wait();
+    }
+    slow_link::finish(on(device));
+    CHECK(holds_pattern(to, 77, 0));
+    stream->stop();
+}
+
+TEST_CASE("loads of all levels from several threads arrive whole") {
+    slow_copies device;
+    slow_copies own[8];  // live until the stream stops, as a device does: its markers stand for their copies
+    slow_source source;
+    const auto stream = std::make_shared<engine>(4, chunk_bytes, 6, -1);
+    const std::vector<std::byte> memory = known_bytes(3'700);
+    std::atomic<int> right{0};
+    {
+        std::vector<std::jthread> threads;
+        for (std::uint32_t n = 0; n < 8; ++n) {
+            threads.emplace_back([&, n] {
+                for (std::uint32_t round = 0; round < 6; ++round) {
+                    slow_copies& there = n % 2 == 0 ? own[n] : device;
+                    std::vector<std::byte> to(3'700 * 2);
+                    const std::vector<transfer> list{from_file(round, 77, 0, std::span(to).first(3'700), static_cast<urgency>((n + round) % 3)),
+                                                     from_memory(50, memory, to.data() + 3'700, static_cast<urgency>(n % 3))};
+                    ticket load = start(stream, list, source, on(there));
+                    if (round == 3) {
+                        load.promote(50);
+                    }
+                    load.wait();
+                    slow_link::finish(on(there));
+                    right += holds_pattern(std::span(to).first(3'700), 77, 0) && holds_pattern(std::span(to).subspan(3'700), 77, 0);
+                }
+            });
+        }
+    }
+    CHECK(right == 48);
+    stream->stop();
+}
+
+namespace {
+
+/// A device that takes no bytes from where the source has them.
+struct refusing_link : slow_link {
+    static inline const std::byte* refused = nullptr;
+    static inline std::size_t refused_bytes = 0;
+    static void copy(const place& where, std::byte* to, const std::byte* from, std::uint64_t size) {
+        if (from >= refused && from < refused + refused_bytes) {
+            throw cuda_error(cudaErrorNotSupported, "no");
+        }
+        slow_link::copy(where, to, from, size);
+    }
+};
+
+struct mapped_by_hand final : byte_source {
+    explicit mapped_by_hand(std::vector<std::byte> bytes) : data(std::move(bytes)) {}
+    void read(std::uint32_t, std::uint64_t offset, std::span<std::byte> into) override { std::copy_n(data.data() + offset, into.size(), into.data()); }
+    [[nodiscard]] std::string name(std::uint32_t) const override { return "by hand"; }
+    [[nodiscard]] std::string condition(std::uint32_t) const override { return refusals == 0 ? "in place" : "read"; }
+    [[nodiscard]] bytes_in_place in_place(std::uint32_t, std::uint64_t offset, std::uint64_t) override { return {data.data() + offset, 0, this}; }
+    void refuse_in_place(std::uint32_t, const std::string&) override { ++refusals; }
+    std::vector<std::byte> data;
+    std::atomic<int> refusals{0};
+};
+
+}  // namespace
+
+TEST_CASE("bytes of a source are copied from where they lie, and read where the device does not take them") {
+    for (const urgency level : {urgency::on_demand, urgency::background}) {
+        for (const bool refused : {false, true}) {
+            slow_copies device;
+            mapped_by_hand source(known_bytes(10'000));
+            refusing_link::refused = source.data.data();
+            refusing_link::refused_bytes = refused ? source.data.size() : 0;
+            const auto stream = std::make_shared<engine_of<scheduler::fifo, refusing_link>>(2, 400, 4, -1);
+            std::vector<std::byte> to(9'000);
+            const transfer t = from_file(1, 0, 500, to, level);
+            const std::vector<transfer> list = detail::taken_in_place(std::span(&t, 1), source);
+            ticket load = start(stream, list, source, on(device));
+            load.wait();
+            slow_link::finish(on(device));
+            CHECK(holds_pattern(to, 77, 500));
+            CHECK(stream->staging_bytes() == 0);
+            CHECK(load.report().source == (refused ? "read" : "in place"));
+            CHECK(load.report().reads == (refused ? 9u * 3u : 0u));
+            CHECK(source.refusals == (refused ? 9 : 0));
+            stream->stop();
+        }
+    }
+}
