@@ -2,6 +2,7 @@
 #include "gpu_work.hpp"
 
 #include <penstock/model/selection.hpp>
+#include <penstock/stream/link_speed.hpp>
 #include <penstock/stream/load_sharded.hpp>
 
 #include <doctest/doctest.h>
@@ -101,6 +102,28 @@ TEST_CASE("two ranks on one GPU, and a rank in host memory") {
     load_and_check(tiny, shard_plan::by_expert(tiny.model, 3, placement::round_robin{}), {on_device(0), on_host(), on_device(0)});
     const tests::tiny_model few(2, 1, 256, 96);
     load_and_check(few, shard_plan::by_expert(few.model, 2), on_devices({0, 0}));
+}
+
+TEST_CASE("lists of tensors on a GPU, held against its link") {
+    const tests::tiny_model tiny(1, 2, 256, 96);
+    std::vector<tensor_list> lists(2, tensor_list{tiny.model.files, {}});
+    for (std::size_t i = 0; i < 2; ++i) {
+        const record_part& part = tiny.model.layers[0].experts[i][0];
+        lists[i].tensors.push_back({"gate", dtype::bf16, {96, 256}, part.file, part.offset, part.bytes});
+    }
+    const std::vector<place> places = on_devices({0, 0});
+    sharded_tensors loaded = load_sharded(lists, places);
+    file_source file(tiny.model.files);
+    for (std::size_t i = 0; i < 2; ++i) {
+        const tensor_view& gate = loaded.parts[i]["gate"];
+        std::vector<std::byte> wanted(gate.bytes);
+        file.read(0, lists[i].tensors[0].offset, wanted);
+        CHECK(bytes_at(places[i], gate.data, gate.bytes) == wanted);
+        loaded.reports[i].link_gb_per_s = link_gb_per_s(0, 32_MiB, 3);
+        CHECK(loaded.reports[i].link_gb_per_s > 1);
+    }
+    std::cout << loaded.reports;
+    CHECK_THROWS_AS(static_cast<void>(link_gb_per_s(device_count())), configuration_error);
 }
 
 TEST_CASE("slices on a GPU are the values of the whole") {

@@ -306,8 +306,16 @@ TEST_CASE("lists of tensors over places, and a checkpoint's experts") {
     }
     CHECK(tensors == weights.all().tensors.size());
     std::ostringstream table;
-    table << loaded.reports;
-    CHECK(holds(table.str(), {"place", "seconds", "host", std::to_string(loaded.reports[2].bytes).c_str()}));
+    std::vector<shard_report> reports = loaded.reports;
+    reports[1].bytes = 3'000'000'000;
+    reports[1].seconds = 0.125;
+    reports[1].link_gb_per_s = 48;
+    table << reports;
+    CHECK(holds(table.str(), {"place", "seconds", "host", std::to_string(reports[2].bytes).c_str(), "0.125", "24.00", " 50.0 %", " - "}));
+    read_log log;
+    static_cast<void>(load_sharded(lists, places, logged(log)));
+    CHECK(log.sources == 3);
+    CHECK(log.reads.size() == 3);
     CHECK_THROWS_AS(static_cast<void>(load_sharded(lists, hosts(2))), configuration_error);
 
     const moe_model model = describe(weights);
