@@ -226,13 +226,13 @@ private:
         if (!error) {
             error = attempt([&] {
                 if (load.where.on_host()) {
-                    fetch(load, c, 0, {c.destination, c.bytes}, reads);
+                    fetch(load, c, 0, std::span<std::byte>(c.destination, c.bytes), reads);
                 } else if (slot == nullptr) {
                     if (!windowed) {
                         copy_as_it_lies(load, c, reads);
                     }
                 } else if (windowed) {
-                    fetch(load, c, 0, {slot->data, c.bytes}, reads);
+                    fetch(load, c, 0, std::span<std::byte>(slot->data, c.bytes), reads);
                 } else {
                     through_staging(load, c, slot, reads);
                 }
