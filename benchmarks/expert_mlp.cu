@@ -65,11 +65,14 @@ __device__ std::uint32_t mixed(std::uint64_t n) {
 __global__ void fill(std::byte* records, std::uint64_t stride, std::uint32_t count, ps::expert_layout l) {
     const std::uint64_t scales = l.kind == ps::weight_kind::bf16 ? l.bytes : l.gate.scale_offset;
     const std::uint64_t words = l.bytes / 4;
-    for (std::uint64_t i = blockIdx.x * std::uint64_t{blockDim.x} + threadIdx.x; i < words * count; i += std::uint64_t{gridDim.x} * blockDim.x) {
+    for (std::uint64_t i = blockIdx.x * std::uint64_t{blockDim.x} + threadIdx.x; i < words * count;
+         i += std::uint64_t{gridDim.x} * blockDim.x) {
         const std::uint64_t at = i % words * 4;
         std::uint32_t word = mixed(i);
         if (at < scales) {
-            word = l.kind == ps::weight_kind::bf16 ? (word & 0x81ff81ffu) | 0x3c003c00u : l.kind == ps::weight_kind::fp8_block128 ? word & 0xb7b7b7b7u : word;
+            word = l.kind == ps::weight_kind::bf16           ? (word & 0x81ff81ffu) | 0x3c003c00u
+                   : l.kind == ps::weight_kind::fp8_block128 ? word & 0xb7b7b7b7u
+                                                             : word;
         } else if (l.kind == ps::weight_kind::fp8_block128) {
             word = __float_as_uint(0.01f + 0.01f * static_cast<float>(word & 0xff) / 256.0f);
         } else {
@@ -166,10 +169,11 @@ void measure(const shape& s, const std::vector<std::uint32_t>& token_counts, std
     const std::uint64_t set_bytes = layout.bytes * s.experts;
     double read_us = 1e30;
     for (const unsigned blocks : {264u, 528u, 1056u, 2112u, 4224u}) {
-        read_us = std::min(read_us, median_us(stream.get(), set_count, [&](std::uint32_t set) {
-                               ps::launch(read_all, blocks, 256, 0, stream.get(), reinterpret_cast<const uint4*>(bytes + stride * s.experts * set),
-                                          stride * s.experts / 16, sink.data());
-                           }));
+        read_us =
+            std::min(read_us, median_us(stream.get(), set_count, [&](std::uint32_t set) {
+                         ps::launch(read_all, blocks, 256, 0, stream.get(),
+                                    reinterpret_cast<const uint4*>(bytes + stride * s.experts * set), stride * s.experts / 16, sink.data());
+                     }));
     }
     const ps::executor::cuda<ps::format::bf16, ps::format::fp8_block128, ps::format::mxfp4> executor(stream.get());
     for (const std::uint32_t tokens : token_counts) {
@@ -191,9 +195,9 @@ void measure(const shape& s, const std::vector<std::uint32_t>& token_counts, std
         ps::check(cudaMemcpy(result.data(), partial.data(), result.size() * sizeof(float), cudaMemcpyDefault), "copy of the result");
         const bool sound = std::all_of(result.begin(), result.end(), [](float v) { return v == v && v - v == 0.0f; }) &&
                            std::any_of(result.begin(), result.end(), [](float v) { return v != 0.0f; });
-        std::printf("%-12s %-7s %6u %13llu %10.1f %8.0f %10.1f %8.0f %6.2f%s\n", s.name, where, tokens, static_cast<unsigned long long>(set_bytes), us,
-                    static_cast<double>(set_bytes) / us / 1e3, read_us, static_cast<double>(set_bytes) / read_us / 1e3, read_us / us,
-                    sound ? "" : "  NOT FINITE");
+        std::printf("%-12s %-7s %6u %13llu %10.1f %8.0f %10.1f %8.0f %6.2f%s\n", s.name, where, tokens,
+                    static_cast<unsigned long long>(set_bytes), us, static_cast<double>(set_bytes) / us / 1e3, read_us,
+                    static_cast<double>(set_bytes) / read_us / 1e3, read_us / us, sound ? "" : "  NOT FINITE");
     }
 }
 
@@ -207,7 +211,8 @@ int main() try {
     const shape qwen{"qwen3-30b", ps::weight_kind::bf16, 2048, 768, 8, ps::activation::swiglu};
     const shape deepseek{"deepseek-v3", ps::weight_kind::fp8_block128, 7168, 2048, 8, ps::activation::swiglu};
     const shape gpt_oss{"gpt-oss", ps::weight_kind::mxfp4, 2880, 2880, 4, ps::activation::gpt_oss};
-    std::printf("%-12s %-7s %6s %13s %10s %8s %10s %8s %6s\n", "shape", "memory", "tokens", "bytes", "us", "GB/s", "read us", "GB/s", "ratio");
+    std::printf("%-12s %-7s %6s %13s %10s %8s %10s %8s %6s\n", "shape", "memory", "tokens", "bytes", "us", "GB/s", "read us", "GB/s",
+                "ratio");
     for (const shape& s : {qwen, deepseek, gpt_oss}) {
         measure<ps::memory::device>(s, {1, 2, 4, 8}, sets, "device");
     }

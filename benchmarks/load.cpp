@@ -56,7 +56,10 @@ void write_tensors(const std::filesystem::path& path, std::uint64_t total, std::
     std::vector<ps::tensor_to_write> list;
     auto random = std::make_shared<std::mt19937_64>(7);
     for (std::uint64_t i = 0; i < total / tensor_bytes; ++i) {
-        list.push_back({.name = "t" + std::to_string(i), .type = ps::dtype::u8, .shape = {tensor_bytes}, .data = {},
+        list.push_back({.name = "t" + std::to_string(i),
+                        .type = ps::dtype::u8,
+                        .shape = {tensor_bytes},
+                        .data = {},
                         .generate = [random](std::span<std::byte> window, std::uint64_t) {
                             for (std::size_t at = 0; at + 8 <= window.size(); at += 8) {
                                 const std::uint64_t value = (*random)();
@@ -68,7 +71,8 @@ void write_tensors(const std::filesystem::path& path, std::uint64_t total, std::
 }
 
 /// The loop to beat: each thread preads into its own pair of pinned buffers and copies from them.
-void plain_loop(const std::filesystem::path& path, std::byte* to, std::uint64_t total, std::byte* pinned, unsigned threads, std::uint64_t piece) {
+void plain_loop(const std::filesystem::path& path, std::byte* to, std::uint64_t total, std::byte* pinned, unsigned threads,
+                std::uint64_t piece) {
     const int file = ::open(path.c_str(), O_RDONLY);
     std::atomic<std::uint64_t> next{0};
     {
@@ -106,7 +110,11 @@ std::vector<ps::transfer> whole_file(const ps::tensor_list& list, std::byte* to,
     std::vector<ps::transfer> transfers;
     std::uint64_t at = 0;
     for (const ps::tensor_info& t : list.tensors) {
-        transfers.push_back({.request = per_request == 0 ? 0 : at / per_request, .file = t.file, .offset = t.offset, .bytes = t.bytes, .destination = to + at});
+        transfers.push_back({.request = per_request == 0 ? 0 : at / per_request,
+                             .file = t.file,
+                             .offset = t.offset,
+                             .bytes = t.bytes,
+                             .destination = to + at});
         at += t.bytes;
     }
     return transfers;
@@ -150,7 +158,8 @@ int main(int argc, char** argv) {
     ps::weight_stream<ps::chunking::fixed<8_MiB>> eight;
     ps::weight_stream<ps::chunking::fixed<4_MiB>> four;
     defaults.reserve(0);
-    const std::vector<ps::transfer> from_memory{{.memory = here.data(), .memory_is_pinned = true, .bytes = total, .destination = there.data()}};
+    const std::vector<ps::transfer> from_memory{
+        {.memory = here.data(), .memory_is_pinned = true, .bytes = total, .destination = there.data()}};
     const std::vector<ps::transfer> large_transfers = whole_file(large_list, there.data(), 9_MiB);
     const std::vector<ps::transfer> small_transfers = whole_file(small_list, there.data(), 0);
 
@@ -159,7 +168,8 @@ int main(int argc, char** argv) {
     all.push_back({"pageable copy of 1 GiB", 1_GiB, [&] { copy(pageable.data(), 1_GiB); }});
     all.push_back({"pinned memory, 8 MiB chunks", total, [&] { eight.run(from_memory, large_files, device); }});
     all.push_back({"pinned memory, 4 MiB chunks", total, [&] { four.run(from_memory, large_files, device); }});
-    all.push_back({"page cache, plain loop 12 x 4 MiB x 2", large_bytes, [&] { plain_loop(large, there.data(), large_bytes, here.data(), 12, 4_MiB); }});
+    all.push_back({"page cache, plain loop 12 x 4 MiB x 2", large_bytes,
+                   [&] { plain_loop(large, there.data(), large_bytes, here.data(), 12, 4_MiB); }});
     all.push_back({"page cache, 9 MiB tensors, defaults", large_bytes, [&] { defaults.run(large_transfers, large_files, device); }});
     all.push_back({"page cache, 64 KiB tensors, one slab", small_bytes, [&] { defaults.run(small_transfers, small_files, device); }});
     std::vector<std::unique_ptr<ps::weight_stream<ps::chunking::run_time, ps::prefetch::run_time>>> tried;
@@ -168,8 +178,9 @@ int main(int argc, char** argv) {
             for (const int readers : {12, 16}) {
                 tried.push_back(std::make_unique<ps::weight_stream<ps::chunking::run_time, ps::prefetch::run_time>>(
                     ps::stream_options{.readers = readers}, ps::chunking::run_time{{chunk}}, ps::prefetch::run_time{depth}));
-                all.push_back({"page cache, " + std::to_string(readers) + " readers, chunk " + ps::to_string(ps::bytes{chunk}) + ", depth " + std::to_string(depth), large_bytes,
-                               [&, s = tried.back().get()] { s->run(large_transfers, large_files, device); }});
+                all.push_back({"page cache, " + std::to_string(readers) + " readers, chunk " + ps::to_string(ps::bytes{chunk}) +
+                                   ", depth " + std::to_string(depth),
+                               large_bytes, [&, s = tried.back().get()] { s->run(large_transfers, large_files, device); }});
             }
         }
     }
@@ -187,13 +198,17 @@ int main(int argc, char** argv) {
     nlohmann::json rows = nlohmann::json::array();
     std::printf("%-52s %12s %8s %8s %8s\n", "", "bytes", "GB/s", "+-", "of link");
     for (candidate& c : all) {
-        std::printf("%-52s %12llu %8.2f %8.2f %8.3f\n", c.name.c_str(), static_cast<unsigned long long>(c.bytes), c.median(), c.spread(), c.median() / link);
-        rows.push_back({{"name", c.name}, {"bytes", c.bytes}, {"gb_per_s", c.median()}, {"spread", c.spread()}, {"of_link", c.median() / link}});
+        std::printf("%-52s %12llu %8.2f %8.2f %8.3f\n", c.name.c_str(), static_cast<unsigned long long>(c.bytes), c.median(), c.spread(),
+                    c.median() / link);
+        rows.push_back(
+            {{"name", c.name}, {"bytes", c.bytes}, {"gb_per_s", c.median()}, {"spread", c.spread()}, {"of_link", c.median() / link}});
     }
-    std::printf("4 GiB pinned: arena %.3f s (%s), cudaHostAlloc %.3f s, ratio %.2f\nstaging of the defaults: %s, %s\n", arena_seconds, here.how().c_str(), alloc_seconds,
-                alloc_seconds / arena_seconds, ps::to_string(ps::bytes{defaults.staging_bytes()}).c_str(), defaults.staging_how().c_str());
+    std::printf("4 GiB pinned: arena %.3f s (%s), cudaHostAlloc %.3f s, ratio %.2f\nstaging of the defaults: %s, %s\n", arena_seconds,
+                here.how().c_str(), alloc_seconds, alloc_seconds / arena_seconds,
+                ps::to_string(ps::bytes{defaults.staging_bytes()}).c_str(), defaults.staging_how().c_str());
     if (argc > 2) {
-        std::ofstream(argv[2]) << nlohmann::json{{"rows", rows}, {"arena_seconds", arena_seconds}, {"host_alloc_seconds", alloc_seconds}}.dump(2) << "\n";
+        std::ofstream(argv[2])
+            << nlohmann::json{{"rows", rows}, {"arena_seconds", arena_seconds}, {"host_alloc_seconds", alloc_seconds}}.dump(2) << "\n";
     }
     std::filesystem::remove_all(folder);
     return 0;

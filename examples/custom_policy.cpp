@@ -74,8 +74,9 @@ struct noting_source final : ps::byte_source {  // byte n of its one "file" is n
 int main() {
     noting_source source;
     ps::buffer<std::byte, big_pages> to(4'000'000);
-    const ps::transfer wanted[] = {{.request = 1, .offset = 0, .bytes = 3'000'000, .destination = to.data(), .row_bytes = 100'000},
-                                   {.request = 2, .offset = 3'000'000, .bytes = 1'000'000, .destination = to.data() + 3'000'000, .row_bytes = 500'000}};
+    const ps::transfer wanted[] = {
+        {.request = 1, .offset = 0, .bytes = 3'000'000, .destination = to.data(), .row_bytes = 100'000},
+        {.request = 2, .offset = 3'000'000, .bytes = 1'000'000, .destination = to.data() + 3'000'000, .row_bytes = 500'000}};
     const ps::stream_report report = mine({.readers = 1}).run(wanted, source, ps::on_host());
     bool right = source.order.front() == 3'000'000 && report.chunks == 15 + 2;
     for (std::size_t i = 0; i < to.size(); ++i) {

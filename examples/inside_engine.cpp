@@ -9,7 +9,6 @@
 
 #include <iostream>
 #include <random>
-
 namespace ps = penstock;
 
 namespace {
@@ -44,7 +43,8 @@ struct own_router {
 };
 
 template <class Executor>
-std::vector<float> serve(const ps::moe_model& model, ps::place at, std::uint64_t slots, const std::vector<float>& x, const own_router& router) {
+std::vector<float> serve(const ps::moe_model& model, ps::place at, std::uint64_t slots, const std::vector<float>& x,
+                         const own_router& router) {
     using store_t = ps::expert_store<ps::scheduler::priority<3>>;
     using layers_t = ps::moe_layers<Executor, store_t>;
     const auto tokens = static_cast<std::uint32_t>(router.ids.size() / 2);

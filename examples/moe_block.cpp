@@ -65,13 +65,21 @@ int main(int argc, char** argv) {
                 const std::vector<float> weights = example::fetch(chosen.weights, std::size_t{tokens} * k, store.compute());
                 const std::vector<float> values = output.fetch();
                 const std::vector<ps::tensor_to_write> result{tensor("output", ps::dtype::f32, tokens, hidden, values),
-                                                              tensor("ids", ps::dtype::i64, tokens, k, ids), tensor("weights", ps::dtype::f32, tokens, k, weights)};
+                                                              tensor("ids", ps::dtype::i64, tokens, k, ids),
+                                                              tensor("weights", ps::dtype::f32, tokens, k, weights)};
                 ps::write_safetensors(output_path, result);
                 const ps::store_report r = store.report();
                 if (json) {
-                    std::cout << nlohmann::json{{"device_peak_bytes", r.device_peak_bytes}, {"workspace_bytes", layers.workspace_size()},
-                        {"dense_bytes", layers.dense().bytes()}, {"host_peak_bytes", r.host_peak_bytes}, {"hits", r.hits}, {"misses", r.misses},
-                        {"evictions", r.evictions}, {"overflow", r.overflow}, {"waves", r.waves}} << "\n";
+                    std::cout << nlohmann::json{{"device_peak_bytes", r.device_peak_bytes},
+                                                {"workspace_bytes", layers.workspace_size()},
+                                                {"dense_bytes", layers.dense().bytes()},
+                                                {"host_peak_bytes", r.host_peak_bytes},
+                                                {"hits", r.hits},
+                                                {"misses", r.misses},
+                                                {"evictions", r.evictions},
+                                                {"overflow", r.overflow},
+                                                {"waves", r.waves}}
+                              << "\n";
                 } else {
                     std::cout << r;
                 }

@@ -19,8 +19,12 @@ int main(int argc, char** argv) {
         app.add_option("--layers", layers, "MoE layers to use (default: all; written are 2 for the host, 16 for a GPU)");
         app.add_option("--tokens", s.tokens)->check(CLI::Range(1u, 4096u))->capture_default_str();
         app.add_option("--steps", s.steps)->check(CLI::Range(1u, 1u << 20))->capture_default_str();
-        app.add_option("--reuse", s.reuse_wanted, "share of experts that the next step uses again")->check(CLI::Range(0.0, 1.0))->capture_default_str();
-        app.add_option("--memory", words.memory, "of the host tier and staging")->check(CLI::IsMember({"pinned", "pageable"}))->capture_default_str();
+        app.add_option("--reuse", s.reuse_wanted, "share of experts that the next step uses again")
+            ->check(CLI::Range(0.0, 1.0))
+            ->capture_default_str();
+        app.add_option("--memory", words.memory, "of the host tier and staging")
+            ->check(CLI::IsMember({"pinned", "pageable"}))
+            ->capture_default_str();
         app.add_option("--json", json, "file for the figures");
         words.add_to(app);
         CLI11_PARSE(app, argc, argv);

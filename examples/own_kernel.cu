@@ -54,7 +54,8 @@ bool run(const char* name, const std::vector<float>& values, std::uint32_t rows,
     for (int repeat = 0; repeat < 5; ++repeat) {
         float milliseconds = 0;
         ps::check(cudaEventRecord(begin, stream.get()), "cudaEventRecord");
-        ps::launch(norms<pipe>, 264, 128, pipe::template shared_bytes<128>, stream.get(), ps::matrix_ref<const float>{matrix.data(), rows, cols}, out.data());
+        ps::launch(norms<pipe>, 264, 128, pipe::template shared_bytes<128>, stream.get(),
+                   ps::matrix_ref<const float>{matrix.data(), rows, cols}, out.data());
         ps::check(cudaEventRecord(end, stream.get()), "cudaEventRecord");
         stream.synchronize();
         ps::check(cudaEventElapsedTime(&milliseconds, begin, end), "cudaEventElapsedTime");

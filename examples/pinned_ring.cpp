@@ -38,7 +38,8 @@ std::size_t count_wrong(std::span<const std::byte> data, std::size_t slot_bytes)
 
 int report(const char* where, std::size_t wrong, std::chrono::steady_clock::time_point started) {
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
-    std::printf("%zu bytes to %s in %.3f s, filling included: %.1f GB/s; wrong slots: %zu\n", total, where, seconds, total / seconds / 1e9, wrong);
+    std::printf("%zu bytes to %s in %.3f s, filling included: %.1f GB/s; wrong slots: %zu\n", total, where, seconds, total / seconds / 1e9,
+                wrong);
     return wrong == 0 ? 0 : 1;
 }
 

@@ -3,6 +3,4 @@
 
 #include <doctest/doctest.h>
 
-TEST_CASE("a GPU can be used") {
-    CHECK(cudaFree(nullptr) == cudaSuccess);
-}
+TEST_CASE("a GPU can be used") { CHECK(cudaFree(nullptr) == cudaSuccess); }

@@ -3,13 +3,13 @@
 #include <penstock/dispatch/decode.hpp>
 #include <penstock/model/moe_model.hpp>
 
+#include <unistd.h>
 #include <atomic>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <random>
 #include <string>
-#include <unistd.h>
 #include <vector>
 
 /// A small model filled by hand over one raw file of random bf16 weights, for tests of what lies above files.
@@ -19,7 +19,8 @@ namespace ps = penstock;
 
 class tiny_model {
 public:
-    explicit tiny_model(std::uint32_t layers = 2, std::uint32_t experts = 8, std::uint32_t hidden = 64, std::uint32_t intermediate = 48, std::uint32_t top_k = 2) {
+    explicit tiny_model(std::uint32_t layers = 2, std::uint32_t experts = 8, std::uint32_t hidden = 64, std::uint32_t intermediate = 48,
+                        std::uint32_t top_k = 2) {
         static std::atomic<int> number{0};
         path_ = std::filesystem::temp_directory_path() / ("penstock-tiny-" + std::to_string(getpid()) + "-" + std::to_string(number++));
         std::mt19937 random(17);
@@ -41,7 +42,12 @@ public:
             m.hidden = hidden;
             m.intermediate = intermediate;
             m.routing = {.experts = experts, .top_k = top_k, .renormalise = true};
-            m.router_weight = {"router", ps::dtype::bf16, {experts, hidden}, 0, append(std::uint64_t{experts} * hidden), std::uint64_t{experts} * hidden * 2};
+            m.router_weight = {"router",
+                               ps::dtype::bf16,
+                               {experts, hidden},
+                               0,
+                               append(std::uint64_t{experts} * hidden),
+                               std::uint64_t{experts} * hidden * 2};
             const std::uint64_t matrix = std::uint64_t{hidden} * intermediate * 2;
             const std::uint64_t up_at = ps::layout::expert_major::next(matrix);
             const std::uint64_t down_at = ps::layout::expert_major::next(up_at + matrix);
@@ -53,13 +59,15 @@ public:
             for (std::uint32_t e = 0; e < experts; ++e) {
                 ps::expert_parts parts;
                 for (const std::uint64_t record_offset : {std::uint64_t{0}, up_at, down_at}) {
-                    parts.push_back({0, append(matrix / 2), matrix, record_offset, record_offset == down_at ? intermediate * 2 : hidden * 2});
+                    parts.push_back(
+                        {0, append(matrix / 2), matrix, record_offset, record_offset == down_at ? intermediate * 2 : hidden * 2});
                 }
                 m.experts.push_back(parts);
             }
             model.layers.push_back(std::move(m));
         }
-        std::ofstream(path_, std::ios::binary).write(reinterpret_cast<const char*>(bytes_.data()), static_cast<std::streamsize>(bytes_.size()));
+        std::ofstream(path_, std::ios::binary)
+            .write(reinterpret_cast<const char*>(bytes_.data()), static_cast<std::streamsize>(bytes_.size()));
     }
 
     tiny_model(const tiny_model&) = delete;

@@ -29,8 +29,15 @@ inline ps::bytes parse_bytes(const std::string& text, std::uint64_t whole) {
     }
     const std::string unit = text.substr(end);
     double scale = -1;
-    for (const auto& [name, factor] : {std::pair{"", 1.0}, {"B", 1.0}, {"KB", 1e3}, {"MB", 1e6}, {"GB", 1e9}, {"KiB", 0x1p10}, {"MiB", 0x1p20},
-                                       {"GiB", 0x1p30}, {"%", static_cast<double>(whole) / 100}}) {
+    for (const auto& [name, factor] : {std::pair{"", 1.0},
+                                       {"B", 1.0},
+                                       {"KB", 1e3},
+                                       {"MB", 1e6},
+                                       {"GB", 1e9},
+                                       {"KiB", 0x1p10},
+                                       {"MiB", 0x1p20},
+                                       {"GiB", 0x1p30},
+                                       {"%", static_cast<double>(whole) / 100}}) {
         scale = unit == name ? factor : scale;
     }
     if (!(value >= 0) || scale < 0 || value * scale >= 0x1p63) {
@@ -46,12 +53,16 @@ struct store_words {
     int readers = 0;
 
     void add_to(CLI::App& app) {
-        app.add_option("--executor", executor, "where the experts are computed")->check(CLI::IsMember({"auto", "cuda", "host"}))->capture_default_str();
+        app.add_option("--executor", executor, "where the experts are computed")
+            ->check(CLI::IsMember({"auto", "cuda", "host"}))
+            ->capture_default_str();
         app.add_option("--device-budget", device_budget, "memory for experts that are ready to compute, e.g. 4GiB or 25%");
         app.add_option("--host-budget", host_budget, "host memory between files and that");
         app.add_option("--chunk", chunk, "bytes of a read, a copy, a step of progress")->capture_default_str();
         app.add_option("--depth", depth, "chunks in flight")->check(CLI::Range(1u, 4096u))->capture_default_str();
-        app.add_option("--scheduler", scheduler, "whose chunk is next")->check(CLI::IsMember({"fifo", "round-robin", "priority"}))->capture_default_str();
+        app.add_option("--scheduler", scheduler, "whose chunk is next")
+            ->check(CLI::IsMember({"fifo", "round-robin", "priority"}))
+            ->capture_default_str();
     }
 
     [[nodiscard]] ps::place place() const {

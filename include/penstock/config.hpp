@@ -22,16 +22,16 @@
 #endif
 
 /// One sentence for each way a list of policies can be wrong. `product` is a string literal, the rest is the parameter pack.
-#define PENSTOCK_CHECK_POLICIES(product, ...)                                                                          \
-    static_assert(::penstock::detail::all_policies<__VA_ARGS__>,                                                       \
-                  "penstock: " product " takes policies only: each argument names its axis in a member policy_axis");  \
-    static_assert(::penstock::detail::axis_count<::penstock::axis::memory, __VA_ARGS__> <= 1,                          \
-                  "penstock: " product " takes one memory kind, two were given");                                      \
-    static_assert(::penstock::detail::axis_count<::penstock::axis::chunking, __VA_ARGS__> <= 1,                        \
-                  "penstock: " product " takes one chunking, two were given");                                         \
-    static_assert(::penstock::detail::axis_count<::penstock::axis::prefetch, __VA_ARGS__> <= 1,                        \
-                  "penstock: " product " takes one prefetch depth, two were given");                                   \
-    static_assert(::penstock::detail::axis_count<::penstock::axis::scheduling, __VA_ARGS__> <= 1,                      \
-                  "penstock: " product " takes one scheduler, two were given");                                        \
-    static_assert(::penstock::detail::axis_count<::penstock::axis::eviction, __VA_ARGS__> <= 1,                        \
+#define PENSTOCK_CHECK_POLICIES(product, ...)                                                                         \
+    static_assert(::penstock::detail::all_policies<__VA_ARGS__>,                                                      \
+                  "penstock: " product " takes policies only: each argument names its axis in a member policy_axis"); \
+    static_assert(::penstock::detail::axis_count<::penstock::axis::memory, __VA_ARGS__> <= 1,                         \
+                  "penstock: " product " takes one memory kind, two were given");                                     \
+    static_assert(::penstock::detail::axis_count<::penstock::axis::chunking, __VA_ARGS__> <= 1,                       \
+                  "penstock: " product " takes one chunking, two were given");                                        \
+    static_assert(::penstock::detail::axis_count<::penstock::axis::prefetch, __VA_ARGS__> <= 1,                       \
+                  "penstock: " product " takes one prefetch depth, two were given");                                  \
+    static_assert(::penstock::detail::axis_count<::penstock::axis::scheduling, __VA_ARGS__> <= 1,                     \
+                  "penstock: " product " takes one scheduler, two were given");                                       \
+    static_assert(::penstock::detail::axis_count<::penstock::axis::eviction, __VA_ARGS__> <= 1,                       \
                   "penstock: " product " takes one eviction rule, two were given")

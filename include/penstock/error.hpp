@@ -62,15 +62,14 @@ namespace detail {
 
 [[nodiscard]] constexpr bool loses_device(cudaError_t code) noexcept {
     return code == cudaErrorIllegalAddress || code == cudaErrorECCUncorrectable || code == cudaErrorHardwareStackError ||
-           code == cudaErrorIllegalInstruction || code == cudaErrorMisalignedAddress ||
-           code == cudaErrorInvalidAddressSpace || code == cudaErrorInvalidPc || code == cudaErrorLaunchFailure ||
-           code == cudaErrorNvlinkUncorrectable;
+           code == cudaErrorIllegalInstruction || code == cudaErrorMisalignedAddress || code == cudaErrorInvalidAddressSpace ||
+           code == cudaErrorInvalidPc || code == cudaErrorLaunchFailure || code == cudaErrorNvlinkUncorrectable;
 }
 
 [[noreturn]] inline void throw_cuda(cudaError_t code, const char* what, const cuda::std::source_location& where) {
     static_cast<void>(cudaGetLastError());  // the next call of the user must not see our error
-    std::string text = std::string("penstock: ") + what + ": " + cudaGetErrorString(code) + " (" +
-                       cudaGetErrorName(code) + ") at " + where.file_name() + ":" + std::to_string(where.line());
+    std::string text = std::string("penstock: ") + what + ": " + cudaGetErrorString(code) + " (" + cudaGetErrorName(code) + ") at " +
+                       where.file_name() + ":" + std::to_string(where.line());
     if (code == cudaErrorMemoryAllocation) {
         throw out_of_memory(text);
     }
@@ -83,8 +82,7 @@ namespace detail {
 }  // namespace detail
 
 /// Throws `cuda_error` (or `out_of_memory`, `device_lost`) unless `code` is success; clears the runtime's last error first.
-inline void check(cudaError_t code, const char* what,
-                  const cuda::std::source_location& where = cuda::std::source_location::current()) {
+inline void check(cudaError_t code, const char* what, const cuda::std::source_location& where = cuda::std::source_location::current()) {
     if (code != cudaSuccess) {
         detail::throw_cuda(code, what, where);
     }

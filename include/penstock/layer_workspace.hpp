@@ -12,17 +12,17 @@ namespace penstock::inline v0_1 {
 /// T tokens, k choices a token, H hidden, I intermediate, E experts.
 struct layer_workspace {
     std::uint32_t tokens = 0;
-    float* x = nullptr;                    ///< [T, H] hidden states
-    float* logits = nullptr;               ///< [T, E]
-    std::int32_t* ids = nullptr;           ///< [T, k]
-    float* weights = nullptr;              ///< [T, k]
-    std::int32_t* rows = nullptr;          ///< [T * k] pairs by expert
-    std::uint32_t* offsets = nullptr;      ///< [E + 1]
-    std::span<std::byte> scratch;          ///< of the permutation
-    float* activated = nullptr;            ///< [T * k, I]
-    float* partial = nullptr;              ///< [T * k, H]
-    float* shared_activated = nullptr;     ///< [T, I of the shared expert]
-    float* shared = nullptr;               ///< [T, H]
+    float* x = nullptr;                 ///< [T, H] hidden states
+    float* logits = nullptr;            ///< [T, E]
+    std::int32_t* ids = nullptr;        ///< [T, k]
+    float* weights = nullptr;           ///< [T, k]
+    std::int32_t* rows = nullptr;       ///< [T * k] pairs by expert
+    std::uint32_t* offsets = nullptr;   ///< [E + 1]
+    std::span<std::byte> scratch;       ///< of the permutation
+    float* activated = nullptr;         ///< [T * k, I]
+    float* partial = nullptr;           ///< [T * k, H]
+    float* shared_activated = nullptr;  ///< [T, I of the shared expert]
+    float* shared = nullptr;            ///< [T, H]
 
     template <class Executor>
     [[nodiscard]] static std::uint64_t bytes_needed(const moe_layer_model& layer, std::uint32_t tokens, std::uint32_t k) {

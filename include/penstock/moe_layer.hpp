@@ -28,10 +28,10 @@ public:
     class layer;
 
     struct options {
-        std::uint32_t max_tokens = 1;          ///< most tokens of a call
-        std::span<std::byte> workspace{};      ///< the caller's, workspace_bytes() of it in the executor's memory; else allocated
-        std::span<std::byte> dense_memory{};   ///< the caller's, dense_weights::bytes_needed(model) of it; else allocated
-        unsigned threads = 0;                  ///< of the host executor; 0: all cores
+        std::uint32_t max_tokens = 1;         ///< most tokens of a call
+        std::span<std::byte> workspace{};     ///< the caller's, workspace_bytes() of it in the executor's memory; else allocated
+        std::span<std::byte> dense_memory{};  ///< the caller's, dense_weights::bytes_needed(model) of it; else allocated
+        unsigned threads = 0;                 ///< of the host executor; 0: all cores
     };
 
     /// Workspace for calls of at most `max_tokens` tokens, in bytes of the executor's memory.
@@ -56,8 +56,8 @@ public:
         if (workspace_.empty()) {
             workspace_ = {allocate(needed), needed};
         } else if (workspace_.size() < needed) {
-            throw configuration_error("penstock: a workspace for " + std::to_string(max_tokens_) + " tokens needs " + std::to_string(needed) +
-                                      " bytes, " + std::to_string(workspace_.size()) + " were given");
+            throw configuration_error("penstock: a workspace for " + std::to_string(max_tokens_) + " tokens needs " +
+                                      std::to_string(needed) + " bytes, " + std::to_string(workspace_.size()) + " were given");
         }
         std::vector<std::int32_t> every_token(max_tokens_);
         std::iota(every_token.begin(), every_token.end(), 0);
@@ -121,17 +121,14 @@ public:
 
     /// Host executor: routes with the model's router and returns when `output` is written. @param live number of tokens that count; rows past
     /// it choose nobody, and their output is zero. @throws configuration_error for shapes that do not fit, io_error and format_error from files.
-    void forward(activations hidden, activations_out output, std::optional<std::uint32_t> live = {})
-        requires(!Executor::on_device)
-    {
+    void forward(activations hidden, activations_out output, std::optional<std::uint32_t> live = {}) requires(!Executor::on_device) {
         const auto count = static_cast<std::int32_t>(smaller(live.value_or(hidden.tokens), hidden.tokens));
         run(*owner_->host_, hidden, output, nullptr, &count, nullptr);
     }
 
     /// Host executor: the same with the engine's choice of experts.
-    void experts(activations hidden, choices chosen, activations_out output, std::optional<std::uint32_t> live = {})
-        requires(!Executor::on_device)
-    {
+    void experts(activations hidden, choices chosen, activations_out output,
+                 std::optional<std::uint32_t> live = {}) requires(!Executor::on_device) {
         const auto count = static_cast<std::int32_t>(smaller(live.value_or(hidden.tokens), hidden.tokens));
         run(*owner_->host_, hidden, output, &chosen, &count, nullptr);
     }
@@ -139,18 +136,16 @@ public:
     /// CUDA executor: enqueues the layer on `stream`. It waits on the host for the routing, since this store decides there, and not for the
     /// result. @param live_tokens device pointer to the number of tokens that count, or null for all.
     /// @throws configuration_error also when `stream` is being captured.
-    void forward_async(activations hidden, activations_out output, const std::int32_t* live_tokens, cudaStream_t stream)
-        requires(Executor::on_device)
-    {
+    void forward_async(activations hidden, activations_out output, const std::int32_t* live_tokens,
+                       cudaStream_t stream) requires(Executor::on_device) {
         const device_guard here(owner_->store_.compute().device);
         Executor executor(stream);
         run(executor, hidden, output, nullptr, live_tokens, stream);
     }
 
     /// CUDA executor: the same with the engine's choice of experts.
-    void experts_async(activations hidden, choices chosen, activations_out output, const std::int32_t* live_tokens, cudaStream_t stream)
-        requires(Executor::on_device)
-    {
+    void experts_async(activations hidden, choices chosen, activations_out output, const std::int32_t* live_tokens,
+                       cudaStream_t stream) requires(Executor::on_device) {
         const device_guard here(owner_->store_.compute().device);
         Executor executor(stream);
         run(executor, hidden, output, &chosen, live_tokens, stream);
@@ -170,7 +165,8 @@ private:
         std::uint32_t live;
     };
 
-    void run(Executor& executor, activations hidden, activations_out output, const choices* chosen, const std::int32_t* live, cudaStream_t stream) {
+    void run(Executor& executor, activations hidden, activations_out output, const choices* chosen, const std::int32_t* live,
+             cudaStream_t stream) {
         const moe_layer_model& m = model();
         const std::uint32_t tokens = hidden.tokens;
         const std::uint32_t k = chosen != nullptr ? chosen->top_k : m.routing.top_k;
@@ -181,7 +177,8 @@ private:
         }
         if constexpr (Executor::on_device) {
             if (is_capturing(stream)) {
-                throw configuration_error("penstock: this expert_store decides on the host, so its layers cannot be captured in a CUDA graph");
+                throw configuration_error(
+                    "penstock: this expert_store decides on the host, so its layers cannot be captured in a CUDA graph");
             }
         }
         const auto& dense = owner_->dense_[number_];
@@ -225,14 +222,15 @@ private:
     void check_shapes(const moe_layer_model& m, activations hidden, activations_out output, std::uint32_t k) const {
         if (hidden.hidden != m.hidden || output.hidden != m.hidden || hidden.tokens != output.tokens) {
             refuse("hidden states are [" + std::to_string(hidden.tokens) + ", " + std::to_string(hidden.hidden) + "] and the output [" +
-                              std::to_string(output.tokens) + ", " + std::to_string(output.hidden) + "], [tokens, " + std::to_string(m.hidden) +
-                              "] is wanted of both");
+                   std::to_string(output.tokens) + ", " + std::to_string(output.hidden) + "], [tokens, " + std::to_string(m.hidden) +
+                   "] is wanted of both");
         }
         if (hidden.tokens > owner_->max_tokens_) {
             refuse(std::to_string(hidden.tokens) + " tokens, but the layers were made for at most " + std::to_string(owner_->max_tokens_));
         }
         if (k == 0 || k > m.routing.top_k) {
-            refuse("top_k is " + std::to_string(k) + ", 1 to " + std::to_string(m.routing.top_k) + " is wanted, for which the workspace was made");
+            refuse("top_k is " + std::to_string(k) + ", 1 to " + std::to_string(m.routing.top_k) +
+                   " is wanted, for which the workspace was made");
         }
     }
 
@@ -254,12 +252,15 @@ private:
         if constexpr (Executor::on_device) {
             const std::int32_t* ids = chosen != nullptr ? chosen->ids : nullptr;
             std::uint32_t* at_host = owner_->read_back_->data();
-            check(cudaMemcpyAsync(at_host, w.offsets, (experts + 1) * sizeof(std::uint32_t), cudaMemcpyDeviceToHost, stream), "copy of expert offsets");
+            check(cudaMemcpyAsync(at_host, w.offsets, (experts + 1) * sizeof(std::uint32_t), cudaMemcpyDeviceToHost, stream),
+                  "copy of expert offsets");
             if (live != nullptr) {
-                check(cudaMemcpyAsync(at_host + experts + 1, live, sizeof(std::int32_t), cudaMemcpyDeviceToHost, stream), "copy of the live count");
+                check(cudaMemcpyAsync(at_host + experts + 1, live, sizeof(std::int32_t), cudaMemcpyDeviceToHost, stream),
+                      "copy of the live count");
             }
             if (ids != nullptr) {
-                check(cudaMemcpyAsync(at_host + experts + 2, ids, std::uint64_t{tokens} * chosen->top_k * sizeof(std::int32_t), cudaMemcpyDeviceToHost, stream),
+                check(cudaMemcpyAsync(at_host + experts + 2, ids, std::uint64_t{tokens} * chosen->top_k * sizeof(std::int32_t),
+                                      cudaMemcpyDeviceToHost, stream),
                       "copy of expert ids");
             }
             owner_->decided_->record(stream);
@@ -275,7 +276,8 @@ private:
         return {offsets, static_cast<std::uint32_t>(smaller(static_cast<std::int32_t>(count) < 0 ? 0 : count, tokens))};
     }
 
-    void compute_shared(Executor& executor, const dense_weights::layer& dense, const layer_workspace& w, std::uint32_t live, cudaStream_t stream) const {
+    void compute_shared(Executor& executor, const dense_weights::layer& dense, const layer_workspace& w, std::uint32_t live,
+                        cudaStream_t stream) const {
         const moe_layer_model& m = model();
         if (live < w.tokens) {  // the output of rows that nobody lives in is zero
             const std::size_t dead = std::size_t{w.tokens - live} * m.hidden * sizeof(float);

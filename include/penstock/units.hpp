@@ -30,9 +30,7 @@ constexpr std::size_t operator""_Mi(unsigned long long n) noexcept { return n <<
 }  // namespace literals
 
 /// Smallest multiple of `step` that is not below `n`. @pre step > 0, n + step - 1 does not wrap.
-PENSTOCK_HD constexpr std::uint64_t round_up(std::uint64_t n, std::uint64_t step) noexcept {
-    return (n + step - 1) / step * step;
-}
+PENSTOCK_HD constexpr std::uint64_t round_up(std::uint64_t n, std::uint64_t step) noexcept { return (n + step - 1) / step * step; }
 
 /// Largest multiple of `step` that is not above `n`. @pre step > 0.
 PENSTOCK_HD constexpr std::uint64_t round_down(std::uint64_t n, std::uint64_t step) noexcept { return n / step * step; }

@@ -1,5 +1,5 @@
-#include <penstock/policy/memory.hpp>
 #include <penstock/policy/chunking.hpp>
+#include <penstock/policy/memory.hpp>
 
 namespace ps = penstock;
 

@@ -13,6 +13,4 @@ struct element {
 #endif
 
 // expected-error {{"penstock: tile_pipeline reads elements of 1, 2, 4, 8 or 16 bytes"}}
-__global__ void kernel(ps::matrix_ref<const element> matrix) {
-    ps::tile_pipeline<> pipe{ps::dynamic_shared(), matrix};
-}
+__global__ void kernel(ps::matrix_ref<const element> matrix) { ps::tile_pipeline<> pipe{ps::dynamic_shared(), matrix}; }

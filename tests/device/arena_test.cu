@@ -36,8 +36,8 @@ TEST_CASE("an arena is pinned, says how, and is read by copies and in place by k
     const stream s;
     buffer<std::byte, memory::device> there(2 * part);
     there.copy_from_async(first.bytes(), s.get());
-    launch(copy_words, 16, 256, 0, s.get(), reinterpret_cast<const unsigned*>(second.data()), reinterpret_cast<unsigned*>(there.data() + part),
-           static_cast<unsigned>(part / 4));
+    launch(copy_words, 16, 256, 0, s.get(), reinterpret_cast<const unsigned*>(second.data()),
+           reinterpret_cast<unsigned*>(there.data() + part), static_cast<unsigned>(part / 4));
     s.synchronize();
     const std::vector<std::byte> back = tests::from_device(there.data(), 2 * part);
     CHECK(tests::holds(std::span(back).first(part), 1));

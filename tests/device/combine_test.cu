@@ -61,7 +61,8 @@ void check_combine(const combine_case& c, std::mt19937& random) {
             double terms = 0;
             for (std::size_t j = 0; j < c.k; ++j) {
                 if (ids[t * c.k + j] >= 0) {
-                    const double term = static_cast<double>(partial[(t * c.k + j) * c.hidden + h]) * (c.weights ? weights[t * c.k + j] : 1.0f);
+                    const double term =
+                        static_cast<double>(partial[(t * c.k + j) * c.hidden + h]) * (c.weights ? weights[t * c.k + j] : 1.0f);
                     want += term;
                     terms += std::fabs(term);
                 }
@@ -140,7 +141,8 @@ TEST_CASE("R17 duplicate experts of one token") {
     const guarded<float> device_weights(weights);
     const guarded<float> device_partial(partial);
     guarded<float> out(9);
-    cuda_executor(nullptr).combine(device_partial.data(), device_ids.data(), device_weights.data(), 6, nullptr, {out.data(), ps::dtype::f32, 9, 1});
+    cuda_executor(nullptr).combine(device_partial.data(), device_ids.data(), device_weights.data(), 6, nullptr,
+                                   {out.data(), ps::dtype::f32, 9, 1});
     for (const float v : out.get()) {
         CHECK(std::fabs(v - 4.1f) < 1e-6f);
     }

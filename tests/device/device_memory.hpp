@@ -29,13 +29,16 @@ public:
             ps::check(cudaMalloc(reinterpret_cast<void**>(&base_), bytes()), "cudaMalloc");
             ps::check(cudaMemset(base_, 0xff, bytes()), "cudaMemset");
         } else {
-            ps::check(cudaHostAlloc(reinterpret_cast<void**>(&base_), bytes(), cudaHostAllocPortable | cudaHostAllocMapped), "cudaHostAlloc");
+            ps::check(cudaHostAlloc(reinterpret_cast<void**>(&base_), bytes(), cudaHostAllocPortable | cudaHostAllocMapped),
+                      "cudaHostAlloc");
             std::memset(base_, 0xff, bytes());
         }
         ps::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     }
 
-    explicit guarded(const std::vector<T>& values, place_of_test where = place_of_test::device) : guarded(values.size(), where) { set(values); }
+    explicit guarded(const std::vector<T>& values, place_of_test where = place_of_test::device) : guarded(values.size(), where) {
+        set(values);
+    }
 
     guarded(const guarded&) = delete;
     guarded& operator=(const guarded&) = delete;

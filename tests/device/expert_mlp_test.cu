@@ -86,8 +86,8 @@ struct expert_bench {
         const guarded<float> device_scales(scales);
         guarded<float> activated(pairs * layout().intermediate());
         guarded<float> partial(pairs * layout().hidden());
-        cuda_executor(nullptr).experts(layout(), works, device_rows.data(), k, device_x.data(), scales.empty() ? nullptr : device_scales.data(),
-                                       activated.data(), partial.data());
+        cuda_executor(nullptr).experts(layout(), works, device_rows.data(), k, device_x.data(),
+                                       scales.empty() ? nullptr : device_scales.data(), activated.data(), partial.data());
         result r{activated.get(), partial.get()};
         CHECK(activated.guards_hold());
         CHECK(partial.guards_hold());
@@ -104,8 +104,8 @@ std::vector<std::int32_t> random_ids(std::size_t pairs, std::uint32_t experts, s
 }
 
 /// Runs a call, compares with float64, and checks that nothing else was written.
-expert_bench::result check_call(const expert_bench& bench, const std::vector<std::int32_t>& ids, std::uint32_t k, const std::vector<float>& x,
-                                const std::vector<float>& scales, double tolerance) {
+expert_bench::result check_call(const expert_bench& bench, const std::vector<std::int32_t>& ids, std::uint32_t k,
+                                const std::vector<float>& x, const std::vector<float>& scales, double tolerance) {
     const std::uint32_t h = bench.layout().hidden();
     const std::uint32_t i = bench.layout().intermediate();
     const sorted_pairs sorted = sort_pairs(ids, static_cast<std::uint32_t>(bench.experts.size()), true);
@@ -123,7 +123,8 @@ expert_bench::result check_call(const expert_bench& bench, const std::vector<std
             }
             continue;
         }
-        const true_result want = evaluate(bench.experts[static_cast<std::size_t>(ids[p])], x.data() + p / k * h, scales.empty() ? 1.0 : scales[p]);
+        const true_result want =
+            evaluate(bench.experts[static_cast<std::size_t>(ids[p])], x.data() + p / k * h, scales.empty() ? 1.0 : scales[p]);
         CHECK(relative_error(activated, want.activated.data(), i) < tolerance);
         CHECK(relative_error(partial, want.partial.data(), h) < tolerance);
     }
@@ -205,7 +206,8 @@ TEST_CASE("K06 hidden and intermediate 2880 and 4096 x 1536") {
 
 TEST_CASE("more inputs than shared memory holds: segments") {
     std::mt19937 random(4);
-    for (const ps::weight_kind kind : {ps::weight_kind::f32, ps::weight_kind::bf16, ps::weight_kind::fp8_block128, ps::weight_kind::mxfp4}) {
+    for (const ps::weight_kind kind :
+         {ps::weight_kind::f32, ps::weight_kind::bf16, ps::weight_kind::fp8_block128, ps::weight_kind::mxfp4}) {
         INFO(ps::name(kind));
         expert_bench bench({kind, 7168, 32}, 1, random);
         const std::vector<std::int32_t> ids(9, 0);
@@ -302,7 +304,8 @@ TEST_CASE("inputs that start at any multiple of 4 bytes give the same bits") {
     guarded<float> activated(65);
     guarded<float> partial(256);
     const ps::expert_work work{0, bench.records[0]->data(), 0, 1};
-    cuda_executor(nullptr).experts(bench.layout(), {&work, 1}, rows.data(), 1, device_x.data() + 1, nullptr, activated.data() + 1, partial.data());
+    cuda_executor(nullptr).experts(bench.layout(), {&work, 1}, rows.data(), 1, device_x.data() + 1, nullptr, activated.data() + 1,
+                                   partial.data());
     CHECK(same_bits(partial.get().data(), want.partial.data(), 256));
 }
 
@@ -345,9 +348,10 @@ TEST_CASE("K03 weights beyond 2^31 elements of the record's start") {
         MESSAGE("not run: ", far.bytes, " bytes of GPU memory are not free");
         return;
     }
-    REQUIRE(cudaMemcpy2D(record, pitch * 2, e.record.data() + e.layout.gate.offset, hidden * 2, hidden * 2, intermediate, cudaMemcpyDefault) == cudaSuccess);
-    REQUIRE(cudaMemcpy2D(record + 4096, pitch * 2, e.record.data() + e.layout.up.offset, hidden * 2, hidden * 2, intermediate, cudaMemcpyDefault) ==
-            cudaSuccess);
+    REQUIRE(cudaMemcpy2D(record, pitch * 2, e.record.data() + e.layout.gate.offset, hidden * 2, hidden * 2, intermediate,
+                         cudaMemcpyDefault) == cudaSuccess);
+    REQUIRE(cudaMemcpy2D(record + 4096, pitch * 2, e.record.data() + e.layout.up.offset, hidden * 2, hidden * 2, intermediate,
+                         cudaMemcpyDefault) == cudaSuccess);
     REQUIRE(cudaMemcpy(record + 8192, e.record.data() + e.layout.down.offset, hidden * intermediate * 2, cudaMemcpyDefault) == cudaSuccess);
     const std::vector<float> x = random_floats(hidden, random);
     const guarded<float> device_x(x);
@@ -584,7 +588,8 @@ TEST_CASE("K16 routing weight applied on the input or the output, once") {
 }
 
 TEST_CASE("K20 block scale applied to the wrong K range") {
-    for (const arrangement how : {arrangement::rows, arrangement::rows_alternate, arrangement::columns_apart, arrangement::rows_of_odd_pitch}) {
+    for (const arrangement how :
+         {arrangement::rows, arrangement::rows_alternate, arrangement::columns_apart, arrangement::rows_of_odd_pitch}) {
         INFO(name(how));
         std::mt19937 random(1);
         test_expert e = make_expert({ps::weight_kind::fp8_block128, 512, 512, how, ps::activation::swiglu, true, ps::dtype::f32}, random);

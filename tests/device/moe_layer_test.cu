@@ -52,7 +52,8 @@ struct answer {
 
 /// Two calls of each layer on the GPU, so that hits and misses mix; the last output of layer 1. The output and the workspace are poisoned.
 template <class... Ps>
-answer run(const tiny_model& tiny, const std::vector<float>& x, ps::budgets limits, const std::int32_t* live = nullptr, bool preload = false) {
+answer run(const tiny_model& tiny, const std::vector<float>& x, ps::budgets limits, const std::int32_t* live = nullptr,
+           bool preload = false) {
     const std::uint32_t hidden = tiny.model.layers[0].hidden;
     const auto tokens = static_cast<std::uint32_t>(x.size() / hidden);
     using store_t = ps::expert_store<Ps...>;
@@ -68,14 +69,17 @@ answer run(const tiny_model& tiny, const std::vector<float>& x, ps::budgets limi
     const ps::stream stream;
     for (int round = 0; round < 2; ++round) {
         for (auto& layer : layers) {
-            layer.forward_async({in.data(), ps::dtype::f32, tokens, hidden}, {out.data(), ps::dtype::f32, tokens, hidden}, live, stream.get());
+            layer.forward_async({in.data(), ps::dtype::f32, tokens, hidden}, {out.data(), ps::dtype::f32, tokens, hidden}, live,
+                                stream.get());
         }
     }
     stream.synchronize();
     return {to_host(out.data(), x.size()), store.report()};
 }
 
-ps::budgets slots(const tiny_model& tiny, std::uint64_t device, std::uint64_t host) { return {{device * tiny.slot_bytes()}, {host * tiny.slot_bytes() + (1u << 20)}}; }
+ps::budgets slots(const tiny_model& tiny, std::uint64_t device, std::uint64_t host) {
+    return {{device * tiny.slot_bytes()}, {host * tiny.slot_bytes() + (1u << 20)}};
+}
 
 using small_chunks = ps::chunking::fixed<4096_B>;
 using few = ps::prefetch::depth<4>;
@@ -115,9 +119,12 @@ TEST_CASE("the bits are the same whatever the budget, tier, memory kind, chunk, 
                 CHECK(a.report.host_peak_bytes <= host * tiny.slot_bytes() + (1u << 20));
             }
         }
-        CHECK(run<ps::memory::pageable, ps::chunking::whole, ps::prefetch::none>(tiny, x, {{3 * tiny.slot_bytes()}, 1_GiB}).output == whole.output);
-        CHECK(run<ps::scheduler::round_robin, ps::chunking::fixed<1000_B>, ps::prefetch::depth<3>>(tiny, x, slots(tiny, 2, 3)).output == whole.output);
-        CHECK(run<ps::scheduler::fifo, ps::chunking::rows<5>, ps::prefetch::depth<2>>(tiny, x, {{4 * tiny.slot_bytes()}, 1_GiB}).output == whole.output);
+        CHECK(run<ps::memory::pageable, ps::chunking::whole, ps::prefetch::none>(tiny, x, {{3 * tiny.slot_bytes()}, 1_GiB}).output ==
+              whole.output);
+        CHECK(run<ps::scheduler::round_robin, ps::chunking::fixed<1000_B>, ps::prefetch::depth<3>>(tiny, x, slots(tiny, 2, 3)).output ==
+              whole.output);
+        CHECK(run<ps::scheduler::fifo, ps::chunking::rows<5>, ps::prefetch::depth<2>>(tiny, x, {{4 * tiny.slot_bytes()}, 1_GiB}).output ==
+              whole.output);
     }
 }
 
@@ -137,7 +144,9 @@ TEST_CASE("S13 a stream that is being captured is refused, and works afterwards"
     const auto in = to_device(random_states(1, 64));
     ps::buffer<float, ps::memory::device> out(64);
     const ps::stream stream;
-    const auto call = [&] { layers[0].forward_async({in.data(), ps::dtype::f32, 1, 64}, {out.data(), ps::dtype::f32, 1, 64}, nullptr, stream.get()); };
+    const auto call = [&] {
+        layers[0].forward_async({in.data(), ps::dtype::f32, 1, 64}, {out.data(), ps::dtype::f32, 1, 64}, nullptr, stream.get());
+    };
     cudaGraph_t graph = nullptr;
     ps::check(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), "begin capture");
     CHECK_THROWS_AS(call(), ps::configuration_error);
@@ -186,7 +195,8 @@ TEST_CASE("the live count comes from device memory, and the engine's ids too") {
     const ps::stream stream;
     const auto call = [&](const std::vector<std::int32_t>& ids) {
         const auto there = to_device(ids);
-        layers[0].experts_async({in.data(), ps::dtype::f32, 6, 64}, {there.data(), weights.data(), 2}, {out.data(), ps::dtype::f32, 6, 64}, nullptr, stream.get());
+        layers[0].experts_async({in.data(), ps::dtype::f32, 6, 64}, {there.data(), weights.data(), 2}, {out.data(), ps::dtype::f32, 6, 64},
+                                nullptr, stream.get());
         stream.synchronize();
         return to_host(out.data(), x.size());
     };

@@ -38,7 +38,8 @@ void check_permutation(const std::vector<std::int32_t>& ids, std::uint32_t exper
     cuda_executor(nullptr).permute(device_ids.data(), pairs, experts, rows.data(), offsets.data(), {scratch.data(), scratch.size()});
     CHECK(offsets.get() == want_offsets);
     std::vector<std::int32_t> got = rows.get();
-    CHECK(std::all_of(got.begin() + static_cast<std::ptrdiff_t>(want_rows.size()), got.end(), [](std::int32_t r) { return r == -1; }));  // 0xff: not written
+    CHECK(std::all_of(got.begin() + static_cast<std::ptrdiff_t>(want_rows.size()), got.end(),
+                      [](std::int32_t r) { return r == -1; }));  // 0xff: not written
     got.resize(want_rows.size());
     CHECK(got == want_rows);
     CHECK(rows.guards_hold());

@@ -33,7 +33,8 @@ choice route_on_gpu(const ps::routing_rule& rule, const std::vector<float>& logi
     ps::router_ref router;
     router.experts = rule.experts;
     router.correction_bias = correction.empty() ? nullptr : device_correction.data();
-    cuda_executor(nullptr).route(rule, router, device_logits.data(), tokens, live ? device_live.data() : nullptr, ids.data(), weights.data());
+    cuda_executor(nullptr).route(rule, router, device_logits.data(), tokens, live ? device_live.data() : nullptr, ids.data(),
+                                 weights.data());
     choice c{ids.get(), weights.get()};
     CHECK(ids.guards_hold());
     CHECK(weights.guards_hold());
@@ -46,8 +47,8 @@ choice route_on_host(const ps::routing_rule& rule, const std::vector<float>& log
     choice c{std::vector<std::int32_t>(tokens * rule.top_k), std::vector<float>(tokens * rule.top_k)};
     std::vector<float> scratch(rule.experts);
     for (std::size_t t = 0; t < tokens; ++t) {
-        ps::route_token(ps::lane_group_of_one{}, rule, logits.data() + t * rule.experts, correction.empty() ? nullptr : correction.data(), scratch.data(),
-                        c.ids.data() + t * rule.top_k, c.weights.data() + t * rule.top_k);
+        ps::route_token(ps::lane_group_of_one{}, rule, logits.data() + t * rule.experts, correction.empty() ? nullptr : correction.data(),
+                        scratch.data(), c.ids.data() + t * rule.top_k, c.weights.data() + t * rule.top_k);
     }
     return c;
 }
@@ -86,7 +87,8 @@ TEST_CASE("R01 bias picks experts, it does not weight them") {
 TEST_CASE("R02 group score is the sum of the two best") {
     const ps::routing_rule rule{
         .experts = 8, .top_k = 2, .score = ps::score_function::sigmoid, .renormalise = true, .groups = 2, .groups_kept = 1};
-    check_weights(route_on_gpu(rule, {2.1972f, -2.1972f, -2.3136f, -2.4423f, 0.4895f, 0.3228f, -2.9444f, -3.1781f}), {4, 5}, {0.516659, 0.483341});
+    check_weights(route_on_gpu(rule, {2.1972f, -2.1972f, -2.3136f, -2.4423f, 0.4895f, 0.3228f, -2.9444f, -3.1781f}), {4, 5},
+                  {0.516659, 0.483341});
 }
 
 TEST_CASE("R04 all sigmoid scores underflow") {
@@ -139,7 +141,8 @@ TEST_CASE("R09 ties") {
         const std::vector<float> batch = grid_logits(std::size_t{1000} * experts, random);
         const choice together = route_on_gpu(rule, batch);
         for (const std::size_t t : {0u, 1u, 499u, 999u}) {
-            const choice alone = route_on_gpu(rule, {batch.begin() + static_cast<std::ptrdiff_t>(t * experts), batch.begin() + static_cast<std::ptrdiff_t>((t + 1) * experts)});
+            const choice alone = route_on_gpu(rule, {batch.begin() + static_cast<std::ptrdiff_t>(t * experts),
+                                                     batch.begin() + static_cast<std::ptrdiff_t>((t + 1) * experts)});
             CHECK(std::equal(alone.ids.begin(), alone.ids.end(), together.ids.begin() + static_cast<std::ptrdiff_t>(t * 4)));
             CHECK(same_bits(alone.weights.data(), together.weights.data() + t * 4, 4));
             std::vector<std::int32_t> order(experts);  // higher value first, then lower id
@@ -185,8 +188,10 @@ TEST_CASE("every kind of rule against the host, 1 to 1024 experts, top-k to 16")
                 b = static_cast<float>(random() % 64) / 64.0f;
             }
             check_same(route_on_gpu({.experts = experts, .top_k = k}, logits), route_on_host({.experts = experts, .top_k = k}, logits));
-            for (const ps::score_function score : {ps::score_function::softmax, ps::score_function::sigmoid, ps::score_function::sqrt_softplus}) {
-                const ps::routing_rule rule{.experts = experts, .top_k = k, .score = score, .renormalise = true, .epsilon = 1e-20f, .scale = 2.5f};
+            for (const ps::score_function score :
+                 {ps::score_function::softmax, ps::score_function::sigmoid, ps::score_function::sqrt_softplus}) {
+                const ps::routing_rule rule{
+                    .experts = experts, .top_k = k, .score = score, .renormalise = true, .epsilon = 1e-20f, .scale = 2.5f};
                 check_same(route_on_gpu(rule, logits), route_on_host(rule, logits));
             }
             const ps::routing_rule after{.experts = experts, .top_k = k, .softmax_after_top_k = true};
@@ -197,7 +202,12 @@ TEST_CASE("every kind of rule against the host, 1 to 1024 experts, top-k to 16")
             check_same(route_on_gpu(mixer, logits), route_on_host(mixer, logits));
             if (experts % 8 == 0 && k <= experts / 8 * 4) {
                 for (const ps::group_score by : {ps::group_score::maximum, ps::group_score::sum_of_two}) {
-                    const ps::routing_rule groups{.experts = experts, .top_k = k, .score = ps::score_function::softmax, .groups = 8, .groups_kept = 4, .rank_groups_by = by};
+                    const ps::routing_rule groups{.experts = experts,
+                                                  .top_k = k,
+                                                  .score = ps::score_function::softmax,
+                                                  .groups = 8,
+                                                  .groups_kept = 4,
+                                                  .rank_groups_by = by};
                     check_same(route_on_gpu(groups, logits), route_on_host(groups, logits));
                 }
             }
@@ -208,7 +218,13 @@ TEST_CASE("every kind of rule against the host, 1 to 1024 experts, top-k to 16")
 TEST_CASE("correction bias against float64") {
     std::mt19937 random(4);
     const std::uint32_t experts = 256;
-    const ps::routing_rule rule{.experts = experts, .top_k = 8, .score = ps::score_function::sigmoid, .renormalise = true, .scale = 2.5f, .groups = 8, .groups_kept = 4};
+    const ps::routing_rule rule{.experts = experts,
+                                .top_k = 8,
+                                .score = ps::score_function::sigmoid,
+                                .renormalise = true,
+                                .scale = 2.5f,
+                                .groups = 8,
+                                .groups_kept = 4};
     const std::vector<float> logits = random_floats(std::size_t{33} * experts, random);
     const std::vector<float> correction = random_floats(experts, random);
     const choice got = route_on_gpu(rule, logits, correction);
@@ -264,11 +280,10 @@ TEST_CASE("rows past the live count choose nobody") {
 
 namespace {
 
-std::uint16_t to_bits(float value, ps::dtype type) {
-    return type == ps::dtype::bf16 ? ps::encode_bf16(value) : ps::encode_f16(value);
-}
+std::uint16_t to_bits(float value, ps::dtype type) { return type == ps::dtype::bf16 ? ps::encode_bf16(value) : ps::encode_f16(value); }
 
-void check_logits(std::uint32_t tokens, std::uint32_t experts, std::uint32_t hidden, ps::dtype type, ps::dtype bias_type, bool shifted, std::mt19937& random) {
+void check_logits(std::uint32_t tokens, std::uint32_t experts, std::uint32_t hidden, ps::dtype type, ps::dtype bias_type, bool shifted,
+                  std::mt19937& random) {
     CAPTURE(tokens);
     CAPTURE(experts);
     CAPTURE(hidden);
@@ -296,7 +311,8 @@ void check_logits(std::uint32_t tokens, std::uint32_t experts, std::uint32_t hid
     const guarded<float> device_x(x);
     guarded<float> logits(std::size_t{tokens} * experts);
     const std::byte* start = weight.data() + (shifted ? (type == ps::dtype::f32 ? 4 : 2) : 0);
-    const ps::router_ref router{.weight = start, .type = type, .experts = experts, .hidden = hidden, .bias = bias.data(), .bias_type = bias_type};
+    const ps::router_ref router{
+        .weight = start, .type = type, .experts = experts, .hidden = hidden, .bias = bias.data(), .bias_type = bias_type};
     const cuda_executor executor(nullptr);
     executor.logits(router, device_x.data(), tokens, logits.data());
     const std::vector<float> got = logits.get();
@@ -346,7 +362,8 @@ TEST_CASE("R15 router arithmetic in bf16") {
     const guarded<std::uint16_t> device_weight(weight);
     const guarded<float> device_x(x);
     guarded<float> logits(1);
-    cuda_executor(nullptr).logits({.weight = device_weight.data(), .type = ps::dtype::bf16, .experts = 1, .hidden = 4096}, device_x.data(), 1, logits.data());
+    cuda_executor(nullptr).logits({.weight = device_weight.data(), .type = ps::dtype::bf16, .experts = 1, .hidden = 4096}, device_x.data(),
+                                  1, logits.data());
     CHECK(logits.get()[0] == 0.001953125f);
 }
 

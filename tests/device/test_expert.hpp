@@ -140,7 +140,10 @@ struct expert_shape {
 inline ps::expert_layout make_layout(const expert_shape& s) {
     const std::uint32_t h = s.hidden;
     const std::uint32_t i = s.intermediate;
-    const std::uint64_t bits = s.kind == ps::weight_kind::mxfp4 ? 4 : s.kind == ps::weight_kind::fp8_block128 ? 8 : s.kind == ps::weight_kind::f32 ? 32 : 16;
+    const std::uint64_t bits = s.kind == ps::weight_kind::mxfp4          ? 4
+                               : s.kind == ps::weight_kind::fp8_block128 ? 8
+                               : s.kind == ps::weight_kind::f32          ? 32
+                                                                         : 16;
     ps::expert_layout l;
     l.kind = s.kind;
     l.act = s.act;

@@ -14,7 +14,8 @@ using namespace ps::literals;
 using namespace tests;
 
 static_assert(std::same_as<ps::tile_pipeline<>, ps::tile_pipeline<ps::scope::warp, ps::prefetch::depth<2>, ps::memory::device>>);
-static_assert(std::same_as<ps::tile_pipeline<ps::chunking::fixed<4_KiB>, ps::memory::pinned>, ps::tile_pipeline<ps::memory::pinned, ps::chunking::fixed<4_KiB>>>);
+static_assert(std::same_as<ps::tile_pipeline<ps::chunking::fixed<4_KiB>, ps::memory::pinned>,
+                           ps::tile_pipeline<ps::memory::pinned, ps::chunking::fixed<4_KiB>>>);
 static_assert(std::same_as<ps::tile_pipeline<ps::memory::peer>::memory, ps::memory::peer>);
 static_assert(ps::tile_pipeline<ps::prefetch::none>::stages == 1);
 static_assert(ps::tile_pipeline<ps::prefetch::budget<32_KiB>>::stages == 4);
@@ -76,8 +77,8 @@ void check_copy(std::uint32_t rows, std::uint32_t cols, std::size_t shift, place
     const guarded<T> matrix(padded, where);
     guarded<T> out(values.size());
     guarded<unsigned> visits(std::vector<unsigned>(values.size(), 0u));
-    ps::launch(copy_by_tiles<Pipe, T>, blocks, 128, Pipe::template shared_bytes<128>, nullptr, ps::matrix_ref<const T>{matrix.data() + shift, rows, cols}, out.data(),
-               visits.data());
+    ps::launch(copy_by_tiles<Pipe, T>, blocks, 128, Pipe::template shared_bytes<128>, nullptr,
+               ps::matrix_ref<const T>{matrix.data() + shift, rows, cols}, out.data(), visits.data());
     const std::vector<T> got = out.get();
     CHECK(std::memcmp(static_cast<const void*>(got.data()), static_cast<const void*>(values.data()), values.size() * sizeof(T)) == 0);
     CHECK(visits.get() == std::vector<unsigned>(values.size(), 1u));
@@ -89,17 +90,17 @@ void check_shapes() {
     std::mt19937 random(1);
     const auto where = Pipe::memory::host_accessible ? place_of_test::pinned : place_of_test::device;
     for (const unsigned blocks : {1u, 3u, 200u}) {
-        check_copy<Pipe, float>(64, 256, 0, where, blocks, random);            // whole rows
-        check_copy<Pipe, float>(37, 41, 0, where, blocks, random);             // rows that 16 does not divide
-        check_copy<Pipe, float>(37, 41, 3, where, blocks, random);             // from any address
-        check_copy<Pipe, float>(3, 5000, 0, where, blocks, random);            // rows longer than a tile
-        check_copy<Pipe, float>(5, 4999, 1, where, blocks, random);            // and ragged
-        check_copy<Pipe, float>(1, 1, 2, where, blocks, random);               // less than 16 bytes
+        check_copy<Pipe, float>(64, 256, 0, where, blocks, random);  // whole rows
+        check_copy<Pipe, float>(37, 41, 0, where, blocks, random);   // rows that 16 does not divide
+        check_copy<Pipe, float>(37, 41, 3, where, blocks, random);   // from any address
+        check_copy<Pipe, float>(3, 5000, 0, where, blocks, random);  // rows longer than a tile
+        check_copy<Pipe, float>(5, 4999, 1, where, blocks, random);  // and ragged
+        check_copy<Pipe, float>(1, 1, 2, where, blocks, random);     // less than 16 bytes
         check_copy<Pipe, unsigned char>(100, 7, 5, where, blocks, random);
         check_copy<Pipe, unsigned char>(3, 9001, 1, where, blocks, random);
         check_copy<Pipe, __nv_bfloat16>(333, 100, 0, where, blocks, random);
         check_copy<Pipe, double>(20, 512, 1, where, blocks, random);
-        check_copy<Pipe, float>(1000, 64, 0, where, blocks, random);           // many laps of the ring
+        check_copy<Pipe, float>(1000, 64, 0, where, blocks, random);  // many laps of the ring
     }
 }
 
@@ -125,7 +126,8 @@ TEST_CASE("an empty matrix has no tiles") {
     using pipe = ps::tile_pipeline<>;
     guarded<float> out(1);
     ps::launch(copy_by_tiles<pipe, float>, 2, 64, pipe::shared_bytes<64>, nullptr, ps::matrix_ref<const float>{}, out.data(), nullptr);
-    ps::launch(copy_by_tiles<pipe, float>, 2, 64, pipe::shared_bytes<64>, nullptr, ps::matrix_ref<const float>{nullptr, 5, 0}, out.data(), nullptr);
+    ps::launch(copy_by_tiles<pipe, float>, 2, 64, pipe::shared_bytes<64>, nullptr, ps::matrix_ref<const float>{nullptr, 5, 0}, out.data(),
+               nullptr);
     CHECK(is_poison(out.get()[0]));
     CHECK(cudaGetLastError() == cudaSuccess);
 }
@@ -138,10 +140,12 @@ TEST_CASE("a loop may be left early: the pipeline drains and its memory can be u
     const guarded<float> matrix(values);
     guarded<float> out(3);
     using by_warp = ps::tile_pipeline<ps::chunking::fixed<1_KiB>, ps::prefetch::depth<4>>;
-    ps::launch(leave_early<by_warp>, 1, 32, by_warp::shared_bytes<32>, nullptr, ps::matrix_ref<const float>{matrix.data(), 64, 256}, out.data());
+    ps::launch(leave_early<by_warp>, 1, 32, by_warp::shared_bytes<32>, nullptr, ps::matrix_ref<const float>{matrix.data(), 64, 256},
+               out.data());
     CHECK(out.get() == std::vector<float>{0, 256, 512});
     out.poison();
     using by_block = ps::tile_pipeline<ps::chunking::fixed<2_KiB>, ps::prefetch::depth<3>, ps::scope::block>;
-    ps::launch(leave_early<by_block>, 1, 256, by_block::shared_bytes<256>, nullptr, ps::matrix_ref<const float>{matrix.data(), 64, 256}, out.data());
+    ps::launch(leave_early<by_block>, 1, 256, by_block::shared_bytes<256>, nullptr, ps::matrix_ref<const float>{matrix.data(), 64, 256},
+               out.data());
     CHECK(out.get() == std::vector<float>{0, 512, 1024});
 }

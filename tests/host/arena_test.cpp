@@ -69,7 +69,9 @@ struct shim_pinning {
 using shim_arena = basic_arena<shim_pinning>;
 constexpr arena_options pinned_there{.device = 0};
 
-bool clean(const shim_books& books) { return books.pinned == 0 && books.registered.empty() && books.allocated.empty() && books.wrong_releases == 0; }
+bool clean(const shim_books& books) {
+    return books.pinned == 0 && books.registered.empty() && books.allocated.empty() && books.wrong_releases == 0;
+}
 
 }  // namespace
 

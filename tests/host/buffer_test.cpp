@@ -19,7 +19,8 @@ concept can_be_looked_into = requires(B b) {
     b.begin();
 };
 
-static_assert(can_be_looked_into<buffer<float, memory::pageable>> && can_be_looked_into<buffer<float>> && can_be_looked_into<buffer<float, memory::registered>>);
+static_assert(can_be_looked_into<buffer<float, memory::pageable>> && can_be_looked_into<buffer<float>> &&
+              can_be_looked_into<buffer<float, memory::registered>>);
 static_assert(!can_be_looked_into<buffer<float, memory::device>> && !can_be_looked_into<buffer<float, memory::peer>>);
 static_assert(std::is_same_v<buffer<float>, buffer<float, memory::pinned>>);
 static_assert(!std::is_copy_constructible_v<buffer<int>> && std::is_nothrow_move_constructible_v<buffer<int>>);

@@ -29,10 +29,9 @@ tensor_list only(const tensor_list& all, std::initializer_list<const char*> name
 
 TEST_CASE("F13 empty tensors are loaded") {
     const temporary_directory dir;
-    const auto path =
-        dir.write("x.safetensors",
-                  st(header({entry("e1", "F32", "[2,0]", 0, 0), entry("a", "F32", "[1]", 0, 4), entry("e2", "F32", "[0]", 4, 4)}),
-                     floats({1.5f})));
+    const auto path = dir.write(
+        "x.safetensors",
+        st(header({entry("e1", "F32", "[2,0]", 0, 0), entry("a", "F32", "[1]", 0, 4), entry("e2", "F32", "[0]", 4, 4)}), floats({1.5f})));
     penstock::weight_stream<> stream{};
     const auto loaded = stream.load(checkpoint::open(path).all(), on_host());
     CHECK(loaded["e1"].bytes == 0);
@@ -43,10 +42,9 @@ TEST_CASE("F13 empty tensors are loaded") {
 
 TEST_CASE("F15 a filtered load gives the same values as a full one") {
     const temporary_directory dir;
-    const auto path =
-        dir.write("x.safetensors",
-                  st(header({entry("z", "F32", "[1]", 8, 12), entry("a", "F32", "[1]", 0, 4), entry("m", "F32", "[1]", 4, 8)}),
-                     floats({1, 2, 3})));
+    const auto path = dir.write(
+        "x.safetensors",
+        st(header({entry("z", "F32", "[1]", 8, 12), entry("a", "F32", "[1]", 0, 4), entry("m", "F32", "[1]", 4, 8)}), floats({1, 2, 3})));
     const checkpoint weights = checkpoint::open(path);
     penstock::weight_stream<> stream{};
     const auto all = stream.load(weights.all(), on_host());
@@ -121,8 +119,7 @@ TEST_CASE("F26 short reads and interruptions are continued") {
     penstock::detail::read_fully(read_at, -1, 0, std::as_writable_bytes(std::span(got)), [] { return std::string("shim"); });
     CHECK(got == data);
     const std::string text = refusal<penstock::io_error>([&] {
-        penstock::detail::read_fully(read_at, -1, 90, std::as_writable_bytes(std::span(got)).first(10),
-                                     [] { return std::string("shim"); });
+        penstock::detail::read_fully(read_at, -1, 90, std::as_writable_bytes(std::span(got)).first(10), [] { return std::string("shim"); });
         return 0;
     });
     CHECK(says(text, {"shim", "90", "10", "6"}));

@@ -35,8 +35,8 @@ const std::string ok = st(header({entry("t", "F32", "[2,2]", 0, 16)}), zeros(16)
 TEST_CASE("F01 shard shorter than its header says") {
     REQUIRE(ok.size() == 81);
     CHECK(read(ok).tensors.size() == 1);
-    CHECK(says(refused(ok.substr(0, 80)),
-               {"tensor \"t\"", "ends at byte 16 of the data", "the file holds 15", "1 missing", "interrupted"}));
+    CHECK(
+        says(refused(ok.substr(0, 80)), {"tensor \"t\"", "ends at byte 16 of the data", "the file holds 15", "1 missing", "interrupted"}));
     CHECK(says(refused(ok.substr(0, 65)), {"ends at byte 16", "the file holds 0", "16 missing"}));
     const std::string two = st(header({entry("a", "F32", "[1024]", 0, 4096), entry("b", "F32", "[64]", 4096, 4352)}), zeros(4352));
     CHECK(read(two).tensors.size() == 2);
@@ -63,8 +63,7 @@ TEST_CASE("F03 the header's limit is a decimal hundred million") {
 
 TEST_CASE("F04 not a safetensors file at all") {
     CHECK(says(refused("<!DOCTYPE html><html>"), {"does not look like safetensors", "HTML"}));
-    CHECK(says(refused("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
-               {"2336927755350992246", "git-lfs pointer"}));
+    CHECK(says(refused("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"), {"2336927755350992246", "git-lfs pointer"}));
     CHECK(says(refused(std::string("PK\x03\x04") + zeros(64)), {"does not look like safetensors", "zip archive"}));
 }
 
@@ -107,19 +106,16 @@ TEST_CASE("F10 overlap, hole, reversed, out of range") {
     CHECK(says(refused(pair(0, 8, 4, 12, 12)), {"\"b\"", "begins at byte 4", "inside tensor \"a\"", "ends at 8"}));
     CHECK(says(refused(pair(0, 4, 8, 12, 12)), {"\"b\"", "begins at byte 8", "hole", "\"a\"", "ends at 4"}));
     CHECK(says(refused(st(header({entry("a", "F32", "[1]", 4, 8)}), zeros(8))), {"\"a\"", "begins at byte 4", "must begin at 0"}));
-    CHECK(says(refused(st(header({entry("a", "F32", "[1]", 4, 0)}), zeros(4))),
-               {"\"a\"", "ends at byte 0", "before it begins at 4"}));
+    CHECK(says(refused(st(header({entry("a", "F32", "[1]", 4, 0)}), zeros(4))), {"\"a\"", "ends at byte 0", "before it begins at 4"}));
     CHECK(says(refused(st(header({entry("a", "F32", "[1]", 0, 4)}), zeros(2))), {"\"a\"", "ends at byte 4", "the file holds 2"}));
-    CHECK(says(refused(st(header({entry("a", "F32", "[1]", 0, 4)}), zeros(6))),
-               {"end at byte 4", "holds 6", "2 bytes belong to no tensor"}));
+    CHECK(
+        says(refused(st(header({entry("a", "F32", "[1]", 0, 4)}), zeros(6))), {"end at byte 4", "holds 6", "2 bytes belong to no tensor"}));
 }
 
 TEST_CASE("F11 shape larger than the bytes given") {
-    CHECK(says(refused(st(header({entry("t", "F32", "[1000,1000]", 0, 4)}), zeros(4))),
-               {"\"t\"", "[1000, 1000]", "4000000", "give it 4"}));
+    CHECK(says(refused(st(header({entry("t", "F32", "[1000,1000]", 0, 4)}), zeros(4))), {"\"t\"", "[1000, 1000]", "4000000", "give it 4"}));
     CHECK(says(refused(st(header({entry("t", "F32", "[1]", 0, 0)}))), {"\"t\"", "takes 4 bytes", "give it 0"}));
-    CHECK(says(refused(st(header({entry("t", "F32", "[8589934592,8589934592]", 0, 4)}), zeros(4))),
-               {"\"t\"", "does not fit 64 bits"}));
+    CHECK(says(refused(st(header({entry("t", "F32", "[8589934592,8589934592]", 0, 4)}), zeros(4))), {"\"t\"", "does not fit 64 bits"}));
     CHECK(says(refused(st(header({entry("t", "U8", "[4294967296,4294967296,4]", 0, 0)}))), {"\"t\"", "does not fit 64 bits"}));
     // A product that overflows before its zero is refused too, as the reference does.
     CHECK(says(refused(st(header({entry("t", "U8", "[4294967296,4294967296,0]", 0, 0)}))), {"\"t\"", "does not fit 64 bits"}));
@@ -127,9 +123,8 @@ TEST_CASE("F11 shape larger than the bytes given") {
 }
 
 TEST_CASE("F13 empty tensors") {
-    const auto file =
-        read(st(header({entry("e1", "F32", "[2,0]", 0, 0), entry("a", "F32", "[1]", 0, 4), entry("e2", "F32", "[0]", 4, 4)}),
-                floats({1.5f})));
+    const auto file = read(
+        st(header({entry("e1", "F32", "[2,0]", 0, 0), entry("a", "F32", "[1]", 0, 4), entry("e2", "F32", "[0]", 4, 4)}), floats({1.5f})));
     REQUIRE(file.tensors.size() == 3);
     CHECK(file.tensors[0].name == "e1");
     CHECK(file.tensors[0].bytes == 0);
@@ -185,10 +180,10 @@ TEST_CASE("F18 header padding: spaces, leading whitespace, NULs") {
 }
 
 TEST_CASE("F21 unused integer or exotic tensor does not spoil the load") {
-    const std::pair<const char*, int> types[] = {
-        {"BOOL", 1},    {"U8", 1},      {"I8", 1},      {"U16", 2},         {"I16", 2},        {"F16", 2}, {"BF16", 2},
-        {"U32", 4},     {"I32", 4},     {"F32", 4},     {"U64", 8},         {"I64", 8},        {"F64", 8}, {"C64", 8},
-        {"F8_E4M3", 1}, {"F8_E5M2", 1}, {"F8_E8M0", 1}, {"F8_E4M3FNUZ", 1}, {"F8_E5M2FNUZ", 1}};
+    const std::pair<const char*, int> types[] = {{"BOOL", 1},    {"U8", 1},      {"I8", 1},          {"U16", 2},        {"I16", 2},
+                                                 {"F16", 2},     {"BF16", 2},    {"U32", 4},         {"I32", 4},        {"F32", 4},
+                                                 {"U64", 8},     {"I64", 8},     {"F64", 8},         {"C64", 8},        {"F8_E4M3", 1},
+                                                 {"F8_E5M2", 1}, {"F8_E8M0", 1}, {"F8_E4M3FNUZ", 1}, {"F8_E5M2FNUZ", 1}};
     std::string text = "{", sep;
     std::uint64_t at = 0;
     for (const auto& [type, size] : types) {
@@ -210,8 +205,7 @@ TEST_CASE("F22 sub-byte F4 shapes") {
     CHECK(read(st(header({entry("t", "F6_E2M3", "[4]", 0, 3)}), zeros(3))).tensors[0].bytes == 3);
     const auto odd = read(st(header({entry("t", "F4", "[2,5]", 0, 5)}), zeros(5))).tensors[0];
     CHECK(odd.bytes == 5);
-    CHECK(says(refusal<penstock::configuration_error>([&] { return penstock::rows_of(odd, 1, 1); }),
-               {"\"t\"", "20 bits", "byte borders"}));
+    CHECK(says(refusal<penstock::configuration_error>([&] { return penstock::rows_of(odd, 1, 1); }), {"\"t\"", "20 bits", "byte borders"}));
     CHECK(penstock::rows_of(odd, 0, 2).bytes == 5);
 }
 

@@ -89,12 +89,12 @@ TEST_CASE("what cannot be written is refused and leaves nothing behind") {
     const tensor_to_write twice[] = {with_data("a", dtype::f32, {1}, four), with_data("a", dtype::f32, {1}, four)};
     CHECK(says(refusal<configuration_error>([&] { return write_safetensors(dir / "x", twice); }), {"\"a\"", "twice"}));
     const tensor_to_write wrong[] = {with_data("a", dtype::f32, {2}, four)};
-    CHECK(says(refusal<configuration_error>([&] { return write_safetensors(dir / "x", wrong); }),
-               {"\"a\"", "takes 8 bytes", "4 are given"}));
+    CHECK(
+        says(refusal<configuration_error>([&] { return write_safetensors(dir / "x", wrong); }), {"\"a\"", "takes 8 bytes", "4 are given"}));
     const tensor_to_write reserved[] = {with_data("__metadata__", dtype::f32, {1}, four)};
     CHECK_THROWS_AS(write_safetensors(dir / "x", reserved), configuration_error);
-    CHECK(says(refusal<penstock::io_error>([&] { return write_safetensors(dir / "no/such/x", std::span(twice).first(1)); }),
-               {"no/such/x"}));
+    CHECK(
+        says(refusal<penstock::io_error>([&] { return write_safetensors(dir / "no/such/x", std::span(twice).first(1)); }), {"no/such/x"}));
     tensor_to_write failing = shaped("f", dtype::u8, {100});
     failing.generate = [](std::span<std::byte>, std::uint64_t) { throw std::runtime_error("stop"); };
     CHECK_THROWS_AS(write_safetensors(dir / "x", std::span(&failing, 1)), std::runtime_error);
@@ -103,8 +103,8 @@ TEST_CASE("what cannot be written is refused and leaves nothing behind") {
 
 TEST_CASE("a sharded directory is opened like any other") {
     const temporary_directory dir;
-    const tensor_to_write tensors[] = {generated("a", 600, 1), generated("b", 600, 2), generated("c", 5000, 3),
-                                       generated("d", 0, 4), generated("e", 900, 5)};
+    const tensor_to_write tensors[] = {generated("a", 600, 1), generated("b", 600, 2), generated("c", 5000, 3), generated("d", 0, 4),
+                                       generated("e", 900, 5)};
     write_sharded(dir / "m", tensors, 1000);
     const auto weights = penstock::checkpoint::open(dir / "m");
     CHECK(weights.all().files.size() == 4);

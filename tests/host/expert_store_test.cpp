@@ -152,9 +152,11 @@ TEST_CASE("preloading fills the tiers in the order of the layers") {
     CHECK(store.report().bytes_from_files == read);
 }
 
-TEST_CASE_TEMPLATE("any policies give the same bytes", Policies, ps::expert_store<>, ps::expert_store<ps::chunking::fixed<128_B>, ps::scheduler::fifo>,
+TEST_CASE_TEMPLATE("any policies give the same bytes", Policies, ps::expert_store<>,
+                   ps::expert_store<ps::chunking::fixed<128_B>, ps::scheduler::fifo>,
                    ps::expert_store<ps::scheduler::round_robin, ps::chunking::fixed<1000_B>, ps::prefetch::depth<2>>,
-                   ps::expert_store<ps::memory::pageable, ps::chunking::whole, ps::prefetch::none>, ps::expert_store<ps::chunking::rows<3>>) {
+                   ps::expert_store<ps::memory::pageable, ps::chunking::whole, ps::prefetch::none>,
+                   ps::expert_store<ps::chunking::rows<3>>) {
     tiny_model tiny;
     Policies store(tiny.model, slots(tiny, 2, 3), ps::on_host());
     for (const std::uint32_t e : {0u, 3u, 7u}) {

@@ -88,8 +88,8 @@ public:
     made& fp8_expert(const std::string& prefix, std::uint64_t hidden, std::uint64_t intermediate,
                      std::array<const char*, 3> names = {"gate_proj", "up_proj", "down_proj"}) {
         expert(prefix, dtype::f8_e4m3, hidden, intermediate, ".weight", names);
-        return expert(prefix, dtype::f32, penstock::ceil_div(hidden, 128), penstock::ceil_div(intermediate, 128),
-                      ".weight_scale_inv", names);
+        return expert(prefix, dtype::f32, penstock::ceil_div(hidden, 128), penstock::ceil_div(intermediate, 128), ".weight_scale_inv",
+                      names);
     }
 
     checkpoint open() const {
@@ -144,18 +144,7 @@ TEST_CASE("describe: the golden checkpoints of every family") {
     constexpr auto bf16 = weight_kind::bf16;
     constexpr auto sigmoid = score_function::sigmoid;
     const expectation wanted[] = {
-        {"mixtral",
-         "mixtral",
-         {0, 1},
-         128,
-         192,
-         bf16,
-         3,
-         147456,
-         0,
-         false,
-         false,
-         {.experts = 8, .top_k = 2, .softmax_after_top_k = true}},
+        {"mixtral", "mixtral", {0, 1}, 128, 192, bf16, 3, 147456, 0, false, false, {.experts = 8, .top_k = 2, .softmax_after_top_k = true}},
         {"phimoe",
          "phimoe",
          {0, 1},
@@ -181,30 +170,8 @@ TEST_CASE("describe: the golden checkpoints of every family") {
          true,
          {.experts = 16, .top_k = 4, .score = sigmoid, .renormalise = true, .epsilon = 1e-20f}},
         {"olmoe", "olmoe", {0, 1}, 128, 64, bf16, 3, 49152, 0, false, false, {.experts = 16, .top_k = 4}},
-        {"qwen3_moe",
-         "qwen3_moe",
-         {0, 1},
-         128,
-         64,
-         bf16,
-         3,
-         49152,
-         0,
-         false,
-         false,
-         {.experts = 16, .top_k = 4, .renormalise = true}},
-        {"qwen3_next",
-         "qwen3_next",
-         {0, 1},
-         128,
-         64,
-         bf16,
-         3,
-         49152,
-         64,
-         false,
-         false,
-         {.experts = 16, .top_k = 4, .renormalise = true}},
+        {"qwen3_moe", "qwen3_moe", {0, 1}, 128, 64, bf16, 3, 49152, 0, false, false, {.experts = 16, .top_k = 4, .renormalise = true}},
+        {"qwen3_next", "qwen3_next", {0, 1}, 128, 64, bf16, 3, 49152, 64, false, false, {.experts = 16, .top_k = 4, .renormalise = true}},
         {"deepseek_v2", "deepseek_v2", {1}, 128, 64, bf16, 3, 49152, 128, false, false, {.experts = 16, .top_k = 6}},
         {"deepseek_v3",
          "deepseek_v3",
@@ -378,8 +345,7 @@ TEST_CASE("describe: a weight of separate experts is found in its record") {
     const moe_layer_model& layer = model.layers[1];
     const std::string record = record_of(model, layer.layout, layer.experts[5]);
     const auto tensor = [&](const char* name) {
-        const penstock::tensor_info& t =
-            *weights.find("model.layers.1.block_sparse_moe.experts.5." + std::string(name) + ".weight");
+        const penstock::tensor_info& t = *weights.find("model.layers.1.block_sparse_moe.experts.5." + std::string(name) + ".weight");
         return bytes_of(weights.all().files[t.file], t);
     };
     const std::string gate = tensor("w1"), up = tensor("w3"), down = tensor("w2");
@@ -404,8 +370,7 @@ TEST_CASE("describe: Llama-4 stacks inputs first, gpt-oss alternates gate and up
         };
         const std::string gate_up = tensor("gate_up_proj"), down = tensor("down_proj");
         const std::string record = record_of(model, layer.layout, layer.experts[e]);
-        for (const auto& [r, c] :
-             {std::pair<std::uint64_t, std::uint64_t>(0, 0), {0, 127}, {inter - 1, 0}, {17, 33}, {inter - 1, 127}}) {
+        for (const auto& [r, c] : {std::pair<std::uint64_t, std::uint64_t>(0, 0), {0, 127}, {inter - 1, 0}, {17, 33}, {inter - 1, 127}}) {
             const std::uint64_t row = (e * hidden + c) * 2 * inter;
             CHECK(weight(record, layer.layout.gate, r, c) == half_at(gate_up, 0, row + (alternating ? 2 * r : r)));
             CHECK(weight(record, layer.layout.up, r, c) == half_at(gate_up, 0, row + (alternating ? 2 * r + 1 : inter + r)));
@@ -438,8 +403,7 @@ TEST_CASE("describe: mxfp4 weights and their scales") {
             const std::uint64_t row = e * 2 * inter + 2 * r + up;
             const std::uint64_t element = r * m.row_stride + c * m.col_stride;
             CHECK(record[m.offset + element / 2] == blocks[(row * hidden + c) / 2]);
-            CHECK(record[m.scale_offset + (r * m.scale_row_step + m.scale_row0) * m.scale_row_stride + c / 32] ==
-                  scales[row * 4 + c / 32]);
+            CHECK(record[m.scale_offset + (r * m.scale_row_step + m.scale_row0) * m.scale_row_stride + c / 32] == scales[row * 4 + c / 32]);
         }
         const matrix_layout& m = layer.layout.down;
         CHECK(record[m.scale_offset + (c * m.scale_row_step + m.scale_row0) * m.scale_row_stride + r / 32] ==
@@ -450,8 +414,7 @@ TEST_CASE("describe: mxfp4 weights and their scales") {
 }
 
 TEST_CASE("describe: shapes come from the tensors where config.json contradicts them") {
-    made model(
-        R"({"model_type":"qwen3_moe","num_experts_per_tok":2,"num_experts":64,"hidden_size":999,"moe_intermediate_size":1})");
+    made model(R"({"model_type":"qwen3_moe","num_experts_per_tok":2,"num_experts":64,"hidden_size":999,"moe_intermediate_size":1})");
     small_qwen3(model);
     const moe_model described = model.described();
     CHECK(described.layers.at(0).routing.experts == 4);
@@ -563,10 +526,8 @@ TEST_CASE("describe: the published shapes of other families") {
         made model(
             R"({"model_type":"llama4","text_config":{"model_type":"llama4_text","num_experts_per_tok":1,"num_hidden_layers":48,"hidden_act":"silu"}})");
         const std::string block = "language_model.model.layers.1.feed_forward.";
-        model.add(block + "router.weight", dtype::bf16, {16, 5120})
-            .add(block + "experts.gate_up_proj", dtype::bf16, {16, 5120, 16384});
-        model.add(block + "experts.down_proj", dtype::bf16, {16, 8192, 5120})
-            .expert(block + "shared_expert.", dtype::bf16, 5120, 8192);
+        model.add(block + "router.weight", dtype::bf16, {16, 5120}).add(block + "experts.gate_up_proj", dtype::bf16, {16, 5120, 16384});
+        model.add(block + "experts.down_proj", dtype::bf16, {16, 8192, 5120}).expert(block + "shared_expert.", dtype::bf16, 5120, 8192);
         model.expert("language_model.model.layers.0.feed_forward.", dtype::bf16, 5120, 16384);
         const moe_model described = model.described();
         REQUIRE(described.layers.size() == 1);
@@ -624,10 +585,9 @@ TEST_CASE("describe: the published shapes of other families") {
         for (int e = 0; e < 160; ++e) {
             model.expert(block + "experts." + std::to_string(e) + ".", dtype::bf16, 5120, 1536);
         }
-        CHECK(
-            model.described().layers.at(0).routing ==
-            routing_rule{
-                .experts = 160, .top_k = 6, .scale = 16.0f, .groups = 8, .groups_kept = 3, .rank_groups_by = group_score::maximum});
+        CHECK(model.described().layers.at(0).routing ==
+              routing_rule{
+                  .experts = 160, .top_k = 6, .scale = 16.0f, .groups = 8, .groups_kept = 3, .rank_groups_by = group_score::maximum});
     }
 }
 
@@ -641,8 +601,7 @@ TEST_CASE("describe: what config.json says of the routing is followed") {
     CHECK(!rule(R"({"model_type":"qwen3_moe","num_experts_per_tok":2,"norm_topk_prob":false})").renormalise);
     CHECK(!rule(R"({"model_type":"olmoe","num_experts_per_tok":2})").renormalise);
     CHECK(rule(R"({"model_type":"olmoe","num_experts_per_tok":2,"norm_topk_prob":true})").renormalise);
-    CHECK(rule(R"({"model_type":"olmoe","num_experts_per_tok":2,"scoring_func":"sqrtsoftplus"})").score ==
-          score_function::sqrt_softplus);
+    CHECK(rule(R"({"model_type":"olmoe","num_experts_per_tok":2,"scoring_func":"sqrtsoftplus"})").score == score_function::sqrt_softplus);
 }
 
 TEST_CASE("describe: the parts follow the layout type") {
@@ -674,8 +633,7 @@ TEST_CASE("describe: what cannot be read is refused by name") {
     SUBCASE("a known model without experts") {
         made model(qwen3);
         model.expert("model.layers.0.mlp.", dtype::bf16, 64, 32);
-        CHECK(says(model.refused(),
-                   {"looked for", "mlp.gate.weight", "experts.E.gate_proj.weight", "experts.gate_up_proj", "3 tensors"}));
+        CHECK(says(model.refused(), {"looked for", "mlp.gate.weight", "experts.E.gate_proj.weight", "experts.gate_up_proj", "3 tensors"}));
     }
     SUBCASE("experts without a router") {
         made model(qwen3);
@@ -737,16 +695,15 @@ TEST_CASE("describe: what cannot be read is refused by name") {
         CHECK(says(model.refused(), {"weight_block_size [64,128]", "[128,128]"}));
     }
     SUBCASE("keys that are missing or of another kind") {
-        for (const auto& [config, word] :
-             {std::pair(R"({"model_type":"qwen3_moe"})", "num_experts_per_tok"),
-              {R"({"model_type":"qwen3_moe","num_experts_per_tok":"2"})", "num_experts_per_tok is string"},
-              {R"({"model_type":"qwen3_moe","num_experts_per_tok":2.5})", "not a count"},
-              {R"({"model_type":"qwen3_moe","num_experts_per_tok":-1})", "not a count"},
-              {R"({"model_type":"qwen3_moe","num_experts_per_tok":0})", "top-0 of 4"},
-              {R"({"model_type":"qwen3_moe","num_experts_per_tok":5})", "top-5 of 4"},
-              {R"({"model_type":"qwen3_moe","num_experts_per_tok":2,"norm_topk_prob":1})", "norm_topk_prob"},
-              {R"({"model_type":"qwen3_moe","num_experts_per_tok":2,"hidden_act":"gelu"})", "\"gelu\""},
-              {R"({"model_type":"qwen3_moe","num_experts_per_tok":2,"scoring_func":"tanh"})", "\"tanh\""}}) {
+        for (const auto& [config, word] : {std::pair(R"({"model_type":"qwen3_moe"})", "num_experts_per_tok"),
+                                           {R"({"model_type":"qwen3_moe","num_experts_per_tok":"2"})", "num_experts_per_tok is string"},
+                                           {R"({"model_type":"qwen3_moe","num_experts_per_tok":2.5})", "not a count"},
+                                           {R"({"model_type":"qwen3_moe","num_experts_per_tok":-1})", "not a count"},
+                                           {R"({"model_type":"qwen3_moe","num_experts_per_tok":0})", "top-0 of 4"},
+                                           {R"({"model_type":"qwen3_moe","num_experts_per_tok":5})", "top-5 of 4"},
+                                           {R"({"model_type":"qwen3_moe","num_experts_per_tok":2,"norm_topk_prob":1})", "norm_topk_prob"},
+                                           {R"({"model_type":"qwen3_moe","num_experts_per_tok":2,"hidden_act":"gelu"})", "\"gelu\""},
+                                           {R"({"model_type":"qwen3_moe","num_experts_per_tok":2,"scoring_func":"tanh"})", "\"tanh\""}}) {
             made model(config);
             small_qwen3(model);
             CHECK(says(model.refused(), {word}));
@@ -765,8 +722,7 @@ TEST_CASE("describe: what cannot be read is refused by name") {
         made none(R"({"model_type":"deepseek_v3","num_experts_per_tok":2,"n_group":3,"topk_group":1,"routed_scaling_factor":1.0})");
         none.tensors() = model.tensors();
         CHECK(says(none.refused(), {"16 experts in 3 groups"}));
-        made fewer(
-            R"({"model_type":"deepseek_v3","num_experts_per_tok":5,"n_group":4,"topk_group":1,"routed_scaling_factor":1.0})");
+        made fewer(R"({"model_type":"deepseek_v3","num_experts_per_tok":5,"n_group":4,"topk_group":1,"routed_scaling_factor":1.0})");
         fewer.tensors() = model.tensors();
         CHECK(says(fewer.refused(), {"top-5 of 16 experts in 4 groups of which 1"}));
         made silent(R"({"model_type":"deepseek_v3","num_experts_per_tok":5,"n_group":4,"topk_group":2})");

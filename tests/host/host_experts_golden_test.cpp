@@ -201,8 +201,8 @@ TEST_CASE("golden blocks of every family") {
     for (ps::host_isa isa : records::isas()) {
         const ps::executor::host host{2, isa};
         for (const char* family :
-             {"mixtral", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "deepseek_v3_fp8", "deepseek_v3_fp8_odd",
-              "glm4_moe", "minimax_m2", "olmoe", "phimoe", "llama4_text", "gpt_oss", "gpt_oss_mxfp4"}) {
+             {"mixtral", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "deepseek_v3_fp8", "deepseek_v3_fp8_odd", "glm4_moe",
+              "minimax_m2", "olmoe", "phimoe", "llama4_text", "gpt_oss", "gpt_oss_mxfp4"}) {
             CAPTURE(std::string(family));
             CAPTURE(std::string(ps::name(isa)));
             check_family(family, host);

@@ -100,9 +100,7 @@ inline ps::expert_layout make_layout(ps::weight_kind kind, shape s, arrangement 
     return layout;
 }
 
-inline void put_float(std::vector<std::byte>& record, std::uint64_t offset, float value) {
-    std::memcpy(&record[offset], &value, 4);
-}
+inline void put_float(std::vector<std::byte>& record, std::uint64_t offset, float value) { std::memcpy(&record[offset], &value, 4); }
 
 /// Random weights of about 1 / sqrt(columns). What belongs to no weight, scale or bias stays 0xff: NaN in every format with NaNs.
 inline std::vector<std::byte> random_record(const ps::expert_layout& layout, std::mt19937& random) {
@@ -117,12 +115,8 @@ inline std::vector<std::byte> random_record(const ps::expert_layout& layout, std
                 const std::uint64_t index = r * m->row_stride + c * m->col_stride;
                 switch (layout.kind) {
                     case ps::weight_kind::f32: put_float(record, m->offset + 4 * index, normal(random) * size); break;
-                    case ps::weight_kind::bf16:
-                        ps::store_element(&record[m->offset], ps::dtype::bf16, index, normal(random) * size);
-                        break;
-                    case ps::weight_kind::f16:
-                        ps::store_element(&record[m->offset], ps::dtype::f16, index, normal(random) * size);
-                        break;
+                    case ps::weight_kind::bf16: ps::store_element(&record[m->offset], ps::dtype::bf16, index, normal(random) * size); break;
+                    case ps::weight_kind::f16: ps::store_element(&record[m->offset], ps::dtype::f16, index, normal(random) * size); break;
                     case ps::weight_kind::fp8_block128: {
                         const auto bits = static_cast<std::uint8_t>(random());
                         record[m->offset + index] = static_cast<std::byte>((bits & 0x7f) == 0x7f ? 0 : bits);
@@ -161,8 +155,7 @@ inline double activate(const ps::expert_layout& layout, double gate, double up) 
 }
 
 /// One expert applied to one row, from the definitions.
-inline std::vector<double> reference(const ps::expert_layout& layout, const std::byte* record, const float* x,
-                                     float input_scale = 1.0f) {
+inline std::vector<double> reference(const ps::expert_layout& layout, const std::byte* record, const float* x, float input_scale = 1.0f) {
     const auto row = [&](const ps::matrix_layout& m, std::uint32_t r, const auto& input) {
         double sum = ps::bias_at(m, record, r);
         for (std::uint32_t c = 0; c < m.cols; ++c) {
@@ -220,9 +213,9 @@ struct result {
 };
 
 /// Permutes and runs the experts that `ids` name; expert e's record is records[e].
-inline result run_experts(const ps::executor::host& host, const ps::expert_layout& layout,
-                          const std::vector<const std::byte*>& where, const std::vector<std::int32_t>& ids, std::uint32_t k,
-                          const std::vector<float>& x, const float* input_scale = nullptr, bool backwards = false) {
+inline result run_experts(const ps::executor::host& host, const ps::expert_layout& layout, const std::vector<const std::byte*>& where,
+                          const std::vector<std::int32_t>& ids, std::uint32_t k, const std::vector<float>& x,
+                          const float* input_scale = nullptr, bool backwards = false) {
     const auto pairs = static_cast<std::uint32_t>(ids.size());
     const auto experts = static_cast<std::uint32_t>(where.size());
     std::vector<std::int32_t> rows(pairs);

@@ -11,8 +11,8 @@ using namespace records;
 
 namespace {
 
-constexpr ps::weight_kind kinds[] = {ps::weight_kind::f32, ps::weight_kind::bf16, ps::weight_kind::f16,
-                                     ps::weight_kind::fp8_block128, ps::weight_kind::mxfp4};
+constexpr ps::weight_kind kinds[] = {ps::weight_kind::f32, ps::weight_kind::bf16, ps::weight_kind::f16, ps::weight_kind::fp8_block128,
+                                     ps::weight_kind::mxfp4};
 
 bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
     return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
@@ -47,8 +47,7 @@ TEST_CASE("K01 experts without tokens") {
         where.push_back(r.data());
     }
     const ps::executor::host host{2};
-    for (const std::vector<std::int32_t>& ids :
-         {std::vector<std::int32_t>{0, 1, 2, 3, 4, 5, 6, 7}, {5, 5, 5}, {0}, {7}, {-1, 3, -1}}) {
+    for (const std::vector<std::int32_t>& ids : {std::vector<std::int32_t>{0, 1, 2, 3, 4, 5, 6, 7}, {5, 5, 5}, {0}, {7}, {-1, 3, -1}}) {
         const std::vector<float> x = random_floats(ids.size() * 48, random);
         const result r = run_experts(host, layout, where, ids, 1, x);
         std::vector<float> out(ids.size() * 48, no_number);
@@ -446,8 +445,7 @@ TEST_CASE("hidden states of every float type, and outputs rounded once") {
 TEST_CASE("shared expert's gate and the router's bias") {
     const ps::executor::host host{2};
     std::mt19937 random{4};
-    const std::vector<float> x = random_floats(9 * 50, random), weight = random_floats(11 * 50, random),
-                             bias = random_floats(11, random);
+    const std::vector<float> x = random_floats(9 * 50, random), weight = random_floats(11 * 50, random), bias = random_floats(11, random);
     std::vector<float> logits(9 * 11, no_number), shared = random_floats(9 * 50, random);
     const std::vector<float> before = shared;
     host.logits({weight.data(), ps::dtype::f32, 11, 50, bias.data(), ps::dtype::f32}, x.data(), 9, logits.data());

@@ -13,15 +13,18 @@ namespace {
 
 using namespace penstock;
 
-static_assert(allocating_memory<memory::pageable> && allocating_memory<memory::pinned> && allocating_memory<memory::write_combined> && allocating_memory<memory::device>);
+static_assert(allocating_memory<memory::pageable> && allocating_memory<memory::pinned> && allocating_memory<memory::write_combined> &&
+              allocating_memory<memory::device>);
 static_assert(memory_policy<memory::registered> && !allocating_memory<memory::registered>);
 static_assert(memory_policy<memory::peer> && !allocating_memory<memory::peer>);
 static_assert(!std::is_same_v<memory::pinned, memory::write_combined>);
 static_assert(std::is_same_v<memory::pinned, memory::basic_pinned<memory::write_combining::no>>);
 
 using near_and_far = memory::tiered<memory::device, memory::pinned>;
-static_assert(memory_policy<near_and_far> && !near_and_far::host_accessible && near_and_far::device_accessible && !near_and_far::page_aligned);
-static_assert(memory::tiered<memory::pinned, memory::pageable>::host_accessible && !memory::tiered<memory::pinned, memory::pageable>::device_accessible);
+static_assert(memory_policy<near_and_far> && !near_and_far::host_accessible && near_and_far::device_accessible &&
+              !near_and_far::page_aligned);
+static_assert(memory::tiered<memory::pinned, memory::pageable>::host_accessible &&
+              !memory::tiered<memory::pinned, memory::pageable>::device_accessible);
 static_assert(!memory_policy<int>);
 
 /// Without a driver every call answers with that, so there is nothing to look at.
@@ -36,7 +39,8 @@ TEST_CASE("pageable memory starts on a page and takes any size") {
         p[0] = p[size - 1] = std::byte{1};
         memory::pageable::deallocate(p, size);
     }
-    CHECK_THROWS_WITH_AS(static_cast<void>(memory::pageable::allocate(std::numeric_limits<std::size_t>::max() / 2)), doctest::Contains("host memory ran out"), out_of_memory);
+    CHECK_THROWS_WITH_AS(static_cast<void>(memory::pageable::allocate(std::numeric_limits<std::size_t>::max() / 2)),
+                         doctest::Contains("host memory ran out"), out_of_memory);
 }
 
 TEST_CASE("M02 zero bytes are legal for every kind of memory") {

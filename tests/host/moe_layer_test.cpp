@@ -32,7 +32,8 @@ struct answer {
 
 /// Runs `layer` of the tiny model on the host; the output is poisoned before.
 template <class... Ps>
-answer run(const tiny_model& tiny, std::uint32_t layer, const std::vector<float>& x, ps::budgets limits = {}, std::optional<std::uint32_t> live = {}) {
+answer run(const tiny_model& tiny, std::uint32_t layer, const std::vector<float>& x, ps::budgets limits = {},
+           std::optional<std::uint32_t> live = {}) {
     const ps::moe_layer_model& m = tiny.model.layers[layer];
     const auto tokens = static_cast<std::uint32_t>(x.size() / m.hidden);
     ps::expert_store<Ps...> store(tiny.model, limits, ps::on_host());
@@ -48,7 +49,8 @@ answer run(const tiny_model& tiny, std::uint32_t layer, const std::vector<float>
 }
 
 /// The same in double, with the choices given, straight from the file's weights.
-std::vector<double> plain(const tiny_model& tiny, std::uint32_t layer, const std::vector<float>& x, const std::vector<std::int32_t>& ids, const std::vector<float>& weights) {
+std::vector<double> plain(const tiny_model& tiny, std::uint32_t layer, const std::vector<float>& x, const std::vector<std::int32_t>& ids,
+                          const std::vector<float>& weights) {
     const ps::moe_layer_model& m = tiny.model.layers[layer];
     std::ifstream file(tiny.path(), std::ios::binary);
     const std::vector<char> raw{std::istreambuf_iterator<char>(file), {}};
@@ -60,7 +62,9 @@ std::vector<double> plain(const tiny_model& tiny, std::uint32_t layer, const std
         }
         const ps::expert_parts& parts = m.experts[static_cast<std::size_t>(ids[p])];
         const float* in = x.data() + p / k * m.hidden;
-        const auto weight = [&](int part, std::size_t i) { return double{ps::load_element(raw.data() + parts[static_cast<std::size_t>(part)].offset, ps::dtype::bf16, i)}; };
+        const auto weight = [&](int part, std::size_t i) {
+            return double{ps::load_element(raw.data() + parts[static_cast<std::size_t>(part)].offset, ps::dtype::bf16, i)};
+        };
         std::vector<double> middle(m.intermediate);
         for (std::size_t i = 0; i < m.intermediate; ++i) {
             double gate = 0;
@@ -113,7 +117,8 @@ TEST_CASE("the bits are the same with every budget, memory kind, chunk, depth an
     CHECK(run(tiny, 1, x, slots(tiny, 2, 1)).output == whole.output);
     CHECK(run(tiny, 1, x, slots(tiny, 3, 16)).output == whole.output);
     CHECK(run<ps::memory::pageable, ps::chunking::whole, ps::prefetch::none>(tiny, 1, x, slots(tiny, 1)).output == whole.output);
-    CHECK(run<ps::chunking::fixed<1000_B>, ps::prefetch::depth<3>, ps::scheduler::round_robin>(tiny, 1, x, slots(tiny, 2)).output == whole.output);
+    CHECK(run<ps::chunking::fixed<1000_B>, ps::prefetch::depth<3>, ps::scheduler::round_robin>(tiny, 1, x, slots(tiny, 2)).output ==
+          whole.output);
     CHECK(run<ps::chunking::rows<5>, ps::scheduler::fifo>(tiny, 1, x, slots(tiny, 4, 3)).output == whole.output);
     CHECK(run(tiny, 1, x, slots(tiny, 1)).report.waves > 0);
 }
@@ -123,7 +128,8 @@ TEST_CASE("a token's bits do not depend on the tokens beside it") {
     const std::vector<float> x = random_states(13, 64);
     const answer all = run(tiny, 0, x);
     for (std::size_t t = 0; t < 13; ++t) {
-        const answer one = run(tiny, 0, std::vector<float>(x.begin() + static_cast<long>(t * 64), x.begin() + static_cast<long>(t * 64 + 64)));
+        const answer one =
+            run(tiny, 0, std::vector<float>(x.begin() + static_cast<long>(t * 64), x.begin() + static_cast<long>(t * 64 + 64)));
         CHECK(std::equal(one.output.begin(), one.output.end(), all.output.begin() + static_cast<long>(t * 64)));
     }
 }
@@ -195,7 +201,9 @@ TEST_CASE("the engine's own choices: -1 is nobody, repeats add up, too large is 
     std::vector<std::int32_t> ids{5, 5, 7, -1, -1, -1};
     const std::vector<float> weights{0.25f, 0.5f, 1.5f, 9.0f, 9.0f, 9.0f};
     std::vector<float> out(3 * 64, std::nanf(""));
-    const auto call = [&] { layers[1].experts({x.data(), ps::dtype::f32, 3, 64}, {ids.data(), weights.data(), 2}, {out.data(), ps::dtype::f32, 3, 64}); };
+    const auto call = [&] {
+        layers[1].experts({x.data(), ps::dtype::f32, 3, 64}, {ids.data(), weights.data(), 2}, {out.data(), ps::dtype::f32, 3, 64});
+    };
     call();
     CHECK(error(out, plain(tiny, 1, x, ids, weights)) < 1e-6);
     CHECK(std::all_of(out.begin() + 128, out.end(), [](float v) { return v == 0; }));

@@ -32,8 +32,8 @@ TEST_CASE("an id beyond the last expert is refused before anything is written") 
     const std::vector<std::int32_t> ids{0, 4};
     std::vector<std::int32_t> rows(2, 99);
     std::vector<std::uint32_t> offsets(5, 99);
-    CHECK_THROWS_WITH_AS(ps::permute_by_expert(ids, 4, rows.data(), offsets.data()),
-                         doctest::Contains("pair 1 asks for expert 4 of 4"), ps::configuration_error);
+    CHECK_THROWS_WITH_AS(ps::permute_by_expert(ids, 4, rows.data(), offsets.data()), doctest::Contains("pair 1 asks for expert 4 of 4"),
+                         ps::configuration_error);
     CHECK(rows[0] == 99);
     CHECK(offsets[0] == 99);
 }

@@ -123,7 +123,8 @@ TEST_CASE("a ring over the caller's memory says how much it needs") {
         CHECK(slot.bytes().data() == memory.data());
         CHECK(over.acquire().bytes().data() == memory.data() + 4096);
     }
-    CHECK_THROWS_WITH_AS(r(std::span(memory).first(memory.size() - 1)), doctest::Contains("needs 8192 bytes, 8191 were given"), configuration_error);
+    CHECK_THROWS_WITH_AS(r(std::span(memory).first(memory.size() - 1)), doctest::Contains("needs 8192 bytes, 8191 were given"),
+                         configuration_error);
     using over_registered = ring<memory::registered, chunking::fixed<1000_B>, prefetch::depth<2>>;
     static_assert(!std::is_default_constructible_v<over_registered>);
     CHECK(over_registered(std::span<std::byte>{memory}).slots() == 2);

@@ -27,8 +27,8 @@ routed route(const ps::routing_rule& rule, const std::vector<float>& logits, con
     REQUIRE(logits.size() == rule.experts);
     routed r{std::vector<std::int32_t>(rule.top_k, -7), std::vector<float>(rule.top_k, -7.0f)};
     std::vector<float> scratch(rule.experts);
-    ps::route_token(ps::lane_group_of_one{}, rule, logits.data(), bias.empty() ? nullptr : bias.data(), scratch.data(),
-                    r.ids.data(), r.weights.data());
+    ps::route_token(ps::lane_group_of_one{}, rule, logits.data(), bias.empty() ? nullptr : bias.data(), scratch.data(), r.ids.data(),
+                    r.weights.data());
     return r;
 }
 
@@ -259,8 +259,8 @@ TEST_CASE("R12 scaling factor once, and not on the shared expert") {
 
 TEST_CASE("R14 top-k larger than what is available") {
     CHECK_THROWS_WITH_AS(ps::validate({.experts = 8, .top_k = 16}), doctest::Contains("top-16 of 8"), ps::configuration_error);
-    CHECK_THROWS_WITH_AS(ps::validate({.experts = 8, .top_k = 4, .groups = 4, .groups_kept = 1}),
-                         doctest::Contains("hold 2 experts"), ps::configuration_error);
+    CHECK_THROWS_WITH_AS(ps::validate({.experts = 8, .top_k = 4, .groups = 4, .groups_kept = 1}), doctest::Contains("hold 2 experts"),
+                         ps::configuration_error);
     CHECK_THROWS_WITH_AS(ps::validate({.experts = 8, .top_k = 0}), doctest::Contains("top-0"), ps::configuration_error);
     CHECK_THROWS_WITH_AS(ps::validate({.experts = 64, .top_k = 17}), doctest::Contains("1 to 16"), ps::configuration_error);
     CHECK_THROWS_WITH_AS(ps::validate({.experts = 1025, .top_k = 1}), doctest::Contains("1 to 1024"), ps::configuration_error);
@@ -268,8 +268,7 @@ TEST_CASE("R14 top-k larger than what is available") {
     CHECK_THROWS_WITH_AS(ps::validate({.experts = 10, .top_k = 1, .groups = 4, .groups_kept = 2}), doctest::Contains("10 experts"),
                          ps::configuration_error);
     CHECK_THROWS_AS(ps::validate({.experts = 8, .top_k = 1, .groups = 2, .groups_kept = 3}), ps::configuration_error);
-    CHECK_THROWS_AS(ps::validate({.experts = 8, .top_k = 1, .groups = 2, .groups_kept = 2, .sparse_mixer = true}),
-                    ps::configuration_error);
+    CHECK_THROWS_AS(ps::validate({.experts = 8, .top_k = 1, .groups = 2, .groups_kept = 2, .sparse_mixer = true}), ps::configuration_error);
     CHECK_THROWS_AS(ps::validate({.experts = 8, .top_k = 1, .epsilon = -1}), ps::configuration_error);
     const routed r = route({.experts = 1, .top_k = 1, .renormalise = true}, {-3});
     CHECK(r.ids == std::vector<std::int32_t>{0});
@@ -277,8 +276,7 @@ TEST_CASE("R14 top-k larger than what is available") {
     // The executor refuses as well, before it writes anything.
     ps::executor::host host{1};
     float logits[8]{};
-    CHECK_THROWS_AS(host.route({.experts = 8, .top_k = 16}, {.experts = 8}, logits, 1, nullptr, nullptr, nullptr),
-                    ps::configuration_error);
+    CHECK_THROWS_AS(host.route({.experts = 8, .top_k = 16}, {.experts = 8}, logits, 1, nullptr, nullptr, nullptr), ps::configuration_error);
 }
 
 TEST_CASE("R15 router arithmetic in float32") {
@@ -313,8 +311,7 @@ TEST_CASE("R17 duplicate experts from a lookup table") {
     layout.bytes = 16;
     layout.gate = {.offset = 0, .rows = 1, .cols = 1, .row_stride = 1};
     layout.up = {.offset = 4, .rows = 1, .cols = 1, .row_stride = 1};
-    layout.down = {
-        .offset = 8, .rows = 1, .cols = 1, .row_stride = 1, .bias_offset = 12, .bias_stride = 1, .bias_type = ps::dtype::f32};
+    layout.down = {.offset = 8, .rows = 1, .cols = 1, .row_stride = 1, .bias_offset = 12, .bias_stride = 1, .bias_type = ps::dtype::f32};
     ps::executor::host host{2};
     std::vector<std::int32_t> rows(ids.size());
     std::vector<std::uint32_t> offsets(experts + 1);

@@ -112,7 +112,8 @@ private:
     int now_ = 0;
 };
 
-inline transfer from_file(std::uint64_t request, std::uint32_t file, std::uint64_t offset, std::span<std::byte> to, urgency level = urgency::on_demand) {
+inline transfer from_file(std::uint64_t request, std::uint32_t file, std::uint64_t offset, std::span<std::byte> to,
+                          urgency level = urgency::on_demand) {
     transfer t;
     t.request = request;
     t.file = file;

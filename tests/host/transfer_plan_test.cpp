@@ -14,7 +14,8 @@ using namespace penstock::literals;
 
 std::array<std::byte, 1 << 16> there;
 
-transfer from_file(std::uint64_t request, std::uint32_t file, std::uint64_t offset, std::uint64_t size, std::uint64_t to, std::uint64_t row_bytes = 0) {
+transfer from_file(std::uint64_t request, std::uint32_t file, std::uint64_t offset, std::uint64_t size, std::uint64_t to,
+                   std::uint64_t row_bytes = 0) {
     transfer t;
     t.request = request;
     t.file = file;
@@ -126,7 +127,8 @@ TEST_CASE("requests come in their order, empty ones too, with their most urgent 
     CHECK(plan({}, chunking::whole{}).chunks().empty());
     std::ostringstream text;
     p.print(text);
-    CHECK(text.str().find("30 bytes in 3 chunks for 3 requests\nrequest 5, prefetch: 20 bytes\n  chunk 0: 10 bytes from file 0 at 0 to ") == 0);
+    CHECK(text.str().find("30 bytes in 3 chunks for 3 requests\nrequest 5, prefetch: 20 bytes\n  chunk 0: 10 bytes from file 0 at 0 to ") ==
+          0);
 }
 
 TEST_CASE("a plan refuses what cannot be brought") {

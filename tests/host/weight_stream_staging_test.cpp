@@ -80,3 +80,30 @@ TEST_CASE("an error between two staged chunks returns the slots") {
     }
     stream->stop();
 }
+
+TEST_CASE("the first slots of a load are copied by parts, so that the link is not idle while they fill") {
+    using engine = detail::stream_engine<as_if_pinned, scheduler::fifo, slow_link>;
+    constexpr std::uint64_t slot = 1 << 20;
+    slow_copies device;
+    slow_source source;
+    const auto stream = std::make_shared<engine>(2, slot, 4, -1);
+    const place where = on_device(0, reinterpret_cast<cudaStream_t>(&device));
+    std::vector<std::byte> to(5 * slot + slot / 2 + 2);
+    for (const std::uint64_t chunk : {slot, to.size()}) {  // a chunk a slot, and one chunk through all of them
+        const std::uint64_t before = device.enqueued();
+        std::fill(to.begin(), to.end(), guard);
+        const transfer t = from_file(1, 1, 3, std::span(to).subspan(1, to.size() - 2));
+        const transfer_plan plan(std::span<const transfer>(&t, 1), chunking::run_time{bytes{chunk}});
+        const auto load = std::make_shared<detail::load_state>(plan.chunks(), plan.requests(), source, where, nullptr, std::stop_token{});
+        stream->start(load);
+        ticket ticket_of_load(stream, load);
+        ticket_of_load.wait();
+        slow_link::finish(where);
+        CHECK(holds_pattern(std::span(to).subspan(1, to.size() - 2), 1, 3));
+        CHECK(to.front() == guard);
+        CHECK(to.back() == guard);
+        CHECK(device.enqueued() - before == 6 + (chunk == slot ? 2 * 3 : 3));
+        CHECK(ticket_of_load.report().reads == device.enqueued() - before);
+    }
+    stream->stop();
+}

@@ -94,7 +94,9 @@ public:
     [[nodiscard]] bool pinned() const noexcept { return state_->region.pinned(); }
 
     /// "huge pages, registered", "cudaHostAlloc (why not registered)", "pages of 4 KiB, pageable (why not pinned)", "memory of the caller".
-    [[nodiscard]] std::string how() const { return state_->region.data() == nullptr && size() > 0 ? "memory of the caller" : state_->region.how(); }
+    [[nodiscard]] std::string how() const {
+        return state_->region.data() == nullptr && size() > 0 ? "memory of the caller" : state_->region.how();
+    }
 
     [[nodiscard]] std::size_t free_bytes() const {
         const std::lock_guard lock(state_->mutex);
@@ -107,9 +109,9 @@ public:
             return std::move(*part);
         }
         const std::lock_guard lock(state_->mutex);
-        throw out_of_memory("penstock: an arena of " + to_string(penstock::bytes{this->size()}) + " has no " + to_string(penstock::bytes{size}) +
-                            " in one piece: " + to_string(penstock::bytes{state_->free.free_bytes()}) + " are free, " +
-                            to_string(penstock::bytes{state_->free.longest()}) + " of them together");
+        throw out_of_memory("penstock: an arena of " + to_string(penstock::bytes{this->size()}) + " has no " +
+                            to_string(penstock::bytes{size}) + " in one piece: " + to_string(penstock::bytes{state_->free.free_bytes()}) +
+                            " are free, " + to_string(penstock::bytes{state_->free.longest()}) + " of them together");
     }
 
     /// As take(), with nothing instead of an exception.

@@ -19,7 +19,8 @@ namespace penstock::inline v0_1 {
 template <class T, class Memory = memory::pinned>
 class buffer {
     static_assert(memory_policy<Memory>, "penstock: the second argument of buffer is a memory kind");
-    static_assert(std::is_trivially_copyable_v<T>, "penstock: buffer holds trivially copyable elements only, since copies move their bytes");
+    static_assert(std::is_trivially_copyable_v<T>,
+                  "penstock: buffer holds trivially copyable elements only, since copies move their bytes");
 
 public:
     using value_type = T;
@@ -31,11 +32,10 @@ public:
     buffer() = default;
 
     /// Device memory comes from the current device. @throws out_of_memory, cuda_error
-    explicit buffer(std::size_t count)
-        requires allocating_memory<Memory>
-        : size_(count), owned_(true) {
+    explicit buffer(std::size_t count) requires allocating_memory<Memory> : size_(count), owned_(true) {
         if (count > std::numeric_limits<std::size_t>::max() / sizeof(T)) {
-            throw out_of_memory("penstock: a buffer of " + std::to_string(count) + " elements of " + std::to_string(sizeof(T)) + " bytes does not exist");
+            throw out_of_memory("penstock: a buffer of " + std::to_string(count) + " elements of " + std::to_string(sizeof(T)) +
+                                " bytes does not exist");
         }
         data_ = static_cast<T*>(Memory::allocate(count * sizeof(T)));
         if constexpr (!Memory::host_accessible) {
@@ -74,53 +74,23 @@ public:
     [[nodiscard]] std::size_t size_bytes() const noexcept { return size_ * sizeof(T); }
     [[nodiscard]] bool empty() const noexcept { return size_ == 0; }
 
-    [[nodiscard]] std::span<T> span() noexcept
-        requires(Memory::host_accessible)
-    {
-        return {data_, size_};
-    }
-    [[nodiscard]] std::span<const T> span() const noexcept
-        requires(Memory::host_accessible)
-    {
-        return {data_, size_};
-    }
-    [[nodiscard]] T& operator[](std::size_t i) noexcept
-        requires(Memory::host_accessible)
-    {
-        return data_[i];
-    }
-    [[nodiscard]] const T& operator[](std::size_t i) const noexcept
-        requires(Memory::host_accessible)
-    {
-        return data_[i];
-    }
-    [[nodiscard]] T* begin() noexcept
-        requires(Memory::host_accessible)
-    {
-        return data_;
-    }
-    [[nodiscard]] T* end() noexcept
-        requires(Memory::host_accessible)
-    {
-        return data_ + size_;
-    }
-    [[nodiscard]] const T* begin() const noexcept
-        requires(Memory::host_accessible)
-    {
-        return data_;
-    }
-    [[nodiscard]] const T* end() const noexcept
-        requires(Memory::host_accessible)
-    {
-        return data_ + size_;
-    }
+    [[nodiscard]] std::span<T> span() noexcept requires(Memory::host_accessible) { return {data_, size_}; }
+    [[nodiscard]] std::span<const T> span() const noexcept requires(Memory::host_accessible) { return {data_, size_}; }
+    [[nodiscard]] T& operator[](std::size_t i) noexcept requires(Memory::host_accessible) { return data_[i]; }
+    [[nodiscard]] const T& operator[](std::size_t i) const noexcept requires(Memory::host_accessible) { return data_[i]; }
+    [[nodiscard]] T* begin() noexcept requires(Memory::host_accessible) { return data_; }
+    [[nodiscard]] T* end() noexcept requires(Memory::host_accessible) { return data_ + size_; }
+    [[nodiscard]] const T* begin() const noexcept requires(Memory::host_accessible) { return data_; }
+    [[nodiscard]] const T* end() const noexcept requires(Memory::host_accessible) { return data_ + size_; }
 
     /// Enqueues a copy of all elements to `destination`, in host or device memory, on `stream`. Asynchronous where this memory is pinned or
     /// the device's. The elements must not change before it is done. @throws cuda_error
     void copy_async(T* destination, cudaStream_t stream) { copy_async(destination, 0, size_, stream); }
 
     /// As above, for elements [first, first + count). @pre first + count <= size()
-    void copy_async(T* destination, std::size_t first, std::size_t count, cudaStream_t stream) { move(destination, data_ + first, count, stream); }
+    void copy_async(T* destination, std::size_t first, std::size_t count, cudaStream_t stream) {
+        move(destination, data_ + first, count, stream);
+    }
 
     /// Enqueues a copy of `source`, in host or device memory, into the first elements, on `stream`. @pre source.size() <= size()
     /// @throws cuda_error

@@ -143,10 +143,12 @@ private:
         const std::size_t slack = wanted >= huge_page_bytes ? huge_page_bytes : 0;
         void* p = ::mmap(nullptr, wanted + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (p == MAP_FAILED) {
-            throw out_of_memory("penstock: host memory ran out: an arena of " + to_string(bytes{size_}) + " was asked for: " + std::strerror(errno));
+            throw out_of_memory("penstock: host memory ran out: an arena of " + to_string(bytes{size_}) +
+                                " was asked for: " + std::strerror(errno));
         }
         auto* begin = static_cast<std::byte*>(p);
-        std::byte* aligned = begin + (slack > 0 ? (huge_page_bytes - reinterpret_cast<std::uintptr_t>(begin) % huge_page_bytes) % huge_page_bytes : 0);
+        std::byte* aligned =
+            begin + (slack > 0 ? (huge_page_bytes - reinterpret_cast<std::uintptr_t>(begin) % huge_page_bytes) % huge_page_bytes : 0);
         if (aligned > begin) {
             ::munmap(begin, static_cast<std::size_t>(aligned - begin));
         }
@@ -171,7 +173,8 @@ private:
             for (std::size_t at = 0; at < mapped_; at += piece) {
                 const cudaError_t code = pinning_.register_memory(data_ + at, std::min(piece, mapped_ - at));
                 if (code != cudaSuccess) {
-                    refusal_ = std::string("cudaHostRegister of ") + to_string(bytes{std::min(piece, mapped_ - at)}) + ": " + cudaGetErrorString(code);
+                    refusal_ = std::string("cudaHostRegister of ") + to_string(bytes{std::min(piece, mapped_ - at)}) + ": " +
+                               cudaGetErrorString(code);
                     unregister_pieces();
                     break;
                 }

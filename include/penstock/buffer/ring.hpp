@@ -96,7 +96,9 @@ private:
 template <class Memory, class Chunking, class Prefetch>
 class basic_ring {
     static_assert(memory_policy<Memory>, "penstock: ring's memory kind lacks host_accessible, device_accessible or page_aligned");
-    static_assert(Memory::host_accessible, "penstock: ring hands out host memory to be filled; memory::device, memory::peer and what contains them are destinations");
+    static_assert(
+        Memory::host_accessible,
+        "penstock: ring hands out host memory to be filled; memory::device, memory::peer and what contains them are destinations");
     static_assert(chunking_policy<Chunking>, "penstock: ring's chunking offers bytes_per_chunk(row_bytes, total_bytes)");
     static_assert(!std::is_same_v<Chunking, chunking::whole>, "penstock: ring has slots of one size, which chunking::whole does not name");
     static_assert(prefetch_policy<Prefetch>, "penstock: ring's prefetch depth offers chunks_ahead(chunk_bytes)");
@@ -108,15 +110,14 @@ public:
     using slot = ring_slot;
 
     /// Host memory that a ring takes. @param row_bytes of the matrix whose rows are kept whole; 0: no rows.
-    [[nodiscard]] static constexpr bytes bytes_needed(std::uint64_t row_bytes = 0, Chunking chunking = {}, Prefetch prefetch = {}) noexcept {
+    [[nodiscard]] static constexpr bytes bytes_needed(std::uint64_t row_bytes = 0, Chunking chunking = {},
+                                                      Prefetch prefetch = {}) noexcept {
         const std::uint64_t size = slot_size(row_bytes, chunking);
         return {round_up(size, penstock::memory::page_bytes) * prefetch.chunks_ahead(size)};
     }
 
     /// @throws out_of_memory, cuda_error; configuration_error for chunking::rows without row_bytes
-    explicit basic_ring(std::uint64_t row_bytes = 0, Chunking chunking = {}, Prefetch prefetch = {})
-        requires allocating_memory<Memory>
-    {
+    explicit basic_ring(std::uint64_t row_bytes = 0, Chunking chunking = {}, Prefetch prefetch = {}) requires allocating_memory<Memory> {
         const std::uint64_t size = checked_slot_size(row_bytes, chunking);
         owned_bytes_ = bytes_needed(row_bytes, chunking, prefetch);
         owned_ = static_cast<std::byte*>(Memory::allocate(owned_bytes_));
@@ -132,7 +133,8 @@ public:
     explicit basic_ring(std::span<std::byte> memory, std::uint64_t row_bytes = 0, Chunking chunking = {}, Prefetch prefetch = {}) {
         const std::uint64_t size = checked_slot_size(row_bytes, chunking);
         if (const bytes needed = bytes_needed(row_bytes, chunking, prefetch); memory.size() < needed) {
-            throw configuration_error("penstock: this ring needs " + std::to_string(needed) + " bytes, " + std::to_string(memory.size()) + " were given");
+            throw configuration_error("penstock: this ring needs " + std::to_string(needed) + " bytes, " + std::to_string(memory.size()) +
+                                      " were given");
         }
         cut(memory.data(), size, prefetch.chunks_ahead(size));
     }
@@ -210,8 +212,9 @@ struct make_ring {
     PENSTOCK_CHECK_POLICIES("ring", Ps...);
     static_assert(axis_count<axis::scheduling, Ps...> == 0, "penstock: ring is first in, first out, so it takes no scheduler");
     static_assert(axis_count<axis::eviction, Ps...> == 0, "penstock: ring keeps nothing, so it takes no eviction rule");
-    using type = basic_ring<pick_policy<axis::memory, memory::pinned, Ps...>, pick_policy<axis::chunking, chunking::fixed<bytes{8u << 20}>, Ps...>,
-                            pick_policy<axis::prefetch, prefetch::depth<3>, Ps...>>;
+    using type =
+        basic_ring<pick_policy<axis::memory, memory::pinned, Ps...>, pick_policy<axis::chunking, chunking::fixed<bytes{8u << 20}>, Ps...>,
+                   pick_policy<axis::prefetch, prefetch::depth<3>, Ps...>>;
 };
 
 }  // namespace detail

@@ -26,12 +26,9 @@ class expert_reader {
 public:
     using next_part = std::uint64_t (*)(std::uint64_t);  ///< a layout's `next`
 
-    expert_reader(const checkpoint& weights, const families::row& row, next_part next)
-        : weights_(weights), row_(row), next_(next) {}
+    expert_reader(const checkpoint& weights, const families::row& row, next_part next) : weights_(weights), row_(row), next_(next) {}
 
-    [[noreturn]] void fail(const std::string& problem) const {
-        throw configuration_error(weights_.path().string() + ": " + problem);
-    }
+    [[noreturn]] void fail(const std::string& problem) const { throw configuration_error(weights_.path().string() + ": " + problem); }
 
     [[nodiscard]] const tensor_info* find(const std::string& tensor) const { return weights_.find(tensor); }
 
@@ -73,8 +70,7 @@ public:
         }
         record made(*this, weight_kind_of(*weight[0], packed));
         const std::uint64_t intermediate = weight[0]->shape[0];
-        const std::array<std::array<std::uint64_t, 2>, 3> shape{
-            {{intermediate, hidden}, {intermediate, hidden}, {hidden, intermediate}}};
+        const std::array<std::array<std::uint64_t, 2>, 3> shape{{{intermediate, hidden}, {intermediate, hidden}, {hidden, intermediate}}};
         std::array<matrix_layout*, 3> matrix{&made.result.layout.gate, &made.result.layout.up, &made.result.layout.down};
         for (std::size_t m = 0; m < 3; ++m) {
             const auto [rows, cols] = shape[m];
@@ -112,8 +108,7 @@ public:
 
     /// True where the block stacks all its experts in one tensor a projection.
     [[nodiscard]] bool is_stacked(const std::string& block) const {
-        return find(block + ".experts.gate_up_proj") || find(block + ".experts.gate_up_proj_blocks") ||
-               find(block + ".mlp1_weight.blocks");
+        return find(block + ".experts.gate_up_proj") || find(block + ".experts.gate_up_proj_blocks") || find(block + ".mlp1_weight.blocks");
     }
 
     /// All experts of a block that stacks them: the layout with the parts of expert 0; expert e's parts lie e slices further.
@@ -121,8 +116,7 @@ public:
         const bool first_published = find(block + ".mlp1_weight.blocks") != nullptr;
         const std::string gate_up = first_published ? block + ".mlp1_" : block + ".experts.gate_up_proj";
         const std::string down = first_published ? block + ".mlp2_" : block + ".experts.down_proj";
-        const std::string blocks = first_published ? "weight.blocks" : "_blocks",
-                          scales = first_published ? "weight.scales" : "_scales";
+        const std::string blocks = first_published ? "weight.blocks" : "_blocks", scales = first_published ? "weight.scales" : "_scales";
         const bool mxfp4 = find(gate_up + blocks) != nullptr;
         const tensor_info& w1 = need(gate_up + (mxfp4 ? blocks : ""));
         const tensor_info& w2 = need(down + (mxfp4 ? blocks : ""));
@@ -133,8 +127,7 @@ public:
         const bool alternating = row_.stacked == families::stacking::alternating;
         const bool inputs_first = !mxfp4 && row_.stacked != families::stacking::outputs_first;
         if (w1.shape.size() != (mxfp4 ? 4u : 3u) || w1.shape[inputs_first ? 2 : 1] % 2 != 0) {
-            fail(kind_text(w1) + ", " +
-                 (inputs_first ? "[experts, hidden, 2 * intermediate]" : "[experts, 2 * intermediate, hidden]") +
+            fail(kind_text(w1) + ", " + (inputs_first ? "[experts, hidden, 2 * intermediate]" : "[experts, 2 * intermediate, hidden]") +
                  (mxfp4 ? " in blocks of 32" : "") + " is wanted");
         }
         const std::uint64_t both = w1.shape[inputs_first ? 2 : 1], intermediate = both / 2;
@@ -229,8 +222,7 @@ private:
         /// Appends a tensor, or the first of the slices of a stacked one. @return where it begins in the record
         std::uint64_t add(const tensor_info& t, std::uint64_t row_bytes) {
             const std::uint64_t at = owner_.next_(end_), bytes = t.bytes / stack_;
-            result.parts.push_back(
-                {.file = t.file, .offset = t.offset, .bytes = bytes, .record_offset = at, .row_bytes = row_bytes});
+            result.parts.push_back({.file = t.file, .offset = t.offset, .bytes = bytes, .record_offset = at, .row_bytes = row_bytes});
             result.tensors.push_back(&t);
             end_ = at + bytes;
             return at;

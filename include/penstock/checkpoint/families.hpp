@@ -112,8 +112,8 @@ private:
             }
             throw configuration_error(
                 weights_.path().string() + ": " +
-                (model_type.empty() ? "no config.json with a model_type" : "unknown model_type " + in_quotes(model_type)) +
-                "; known are " + known);
+                (model_type.empty() ? "no config.json with a model_type" : "unknown model_type " + in_quotes(model_type)) + "; known are " +
+                known);
         }
     }
 
@@ -127,8 +127,8 @@ private:
     using families::router;
     const families::row& family = config.family();
     routing_rule rule{.experts = experts, .top_k = config.count({"num_experts_per_tok", "experts_per_token"})};
-    rule.score = family.route == router::sigmoid || family.route == router::sigmoid_input ? score_function::sigmoid
-                                                                                          : score_function::softmax;
+    rule.score =
+        family.route == router::sigmoid || family.route == router::sigmoid_input ? score_function::sigmoid : score_function::softmax;
     if (family.route == router::softmax || family.route == router::sigmoid) {
         const std::string scoring = config.text_or("scoring_func", rule.score == score_function::sigmoid ? "sigmoid" : "softmax");
         if (scoring != "softmax" && scoring != "sigmoid" && scoring != "sqrtsoftplus") {
@@ -145,9 +145,8 @@ private:
         rule.jitter = static_cast<float>(config.number_or("router_jitter_noise", 0.01));
     }
     using families::renormalise;
-    rule.renormalise =
-        family.norm == renormalise::always ||
-        (family.norm != renormalise::never && config.flag_or("norm_topk_prob", family.norm == renormalise::config_or_yes));
+    rule.renormalise = family.norm == renormalise::always ||
+                       (family.norm != renormalise::never && config.flag_or("norm_topk_prob", family.norm == renormalise::config_or_yes));
     rule.epsilon = rule.renormalise ? family.epsilon : 0.0f;
     rule.scale = family.scaled() ? static_cast<float>(config.number({"routed_scaling_factor"})) : 1.0f;
     using families::grouping;
@@ -157,13 +156,12 @@ private:
         rule.groups_kept = config.count({"topk_group"});
         rule.rank_groups_by = family.groups == grouping::by_best ? group_score::maximum : group_score::sum_of_two;
     }
-    const bool groups_fit =
-        rule.groups != 0 && experts % rule.groups == 0 && rule.groups_kept != 0 && rule.groups_kept <= rule.groups;
+    const bool groups_fit = rule.groups != 0 && experts % rule.groups == 0 && rule.groups_kept != 0 && rule.groups_kept <= rule.groups;
     if (experts == 0 || experts > max_experts || rule.top_k == 0 || rule.top_k > max_top_k || !groups_fit ||
         rule.top_k > experts / rule.groups * rule.groups_kept) {
         config.fail("asks for top-" + std::to_string(rule.top_k) + " of " + std::to_string(experts) + " experts in " +
-                    std::to_string(rule.groups) + " groups of which " + std::to_string(rule.groups_kept) +
-                    " are kept; at most top-" + std::to_string(max_top_k) + " of " + std::to_string(max_experts) +
+                    std::to_string(rule.groups) + " groups of which " + std::to_string(rule.groups_kept) + " are kept; at most top-" +
+                    std::to_string(max_top_k) + " of " + std::to_string(max_experts) +
                     " is served, and each token must find enough experts");
     }
     return rule;
@@ -241,8 +239,7 @@ inline void read_experts(const expert_reader& reader, moe_layer_model& layer) {
 [[nodiscard]] inline bool has_shared_expert(const expert_reader& reader, const model_config& config, const std::string& module) {
     const families::row& family = config.family();
     const bool counted = family.shared.module != families::fused.module || config.number_or("n_shared_experts", 0) > 0;
-    return !family.shared.module.empty() &&
-           (counted || reader.find(module + "." + std::string(family.names.gate) + ".weight") != nullptr);
+    return !family.shared.module.empty() && (counted || reader.find(module + "." + std::string(family.names.gate) + ".weight") != nullptr);
 }
 
 [[nodiscard]] inline moe_layer_model read_layer(const expert_reader& reader, const model_config& config, std::uint32_t number,
@@ -266,8 +263,7 @@ inline void read_experts(const expert_reader& reader, moe_layer_model& layer) {
         reader.need_shape(*t, {experts});
         return *t;
     };
-    layer.router_bias =
-        float_tensor(family.act == activation::gpt_oss ? &reader.need(router + ".bias") : reader.find(router + ".bias"));
+    layer.router_bias = float_tensor(family.act == activation::gpt_oss ? &reader.need(router + ".bias") : reader.find(router + ".bias"));
     const std::string correction = ".e_score_correction_bias";
     layer.correction_bias =
         float_tensor(reader.find(router + correction) ? reader.find(router + correction) : reader.find(block + correction));
@@ -298,8 +294,7 @@ inline void read_experts(const expert_reader& reader, moe_layer_model& layer) {
     return layer;
 }
 
-[[nodiscard]] inline moe_model describe_with(const checkpoint& weights, const describe_options& options,
-                                             expert_reader::next_part next) {
+[[nodiscard]] inline moe_model describe_with(const checkpoint& weights, const describe_options& options, expert_reader::next_part next) {
     const model_config config(weights, options.family);
     const families::row& family = config.family();
     const std::string act = config.text_or("hidden_act", "silu");
@@ -315,9 +310,9 @@ inline void read_experts(const expert_reader& reader, moe_layer_model& layer) {
     }
     if (model.layers.empty()) {
         const std::string under = "*.layers.N." + std::string(family.block) + ".";
-        reader.fail("no layer of a " + model.family + " with experts; looked for " + under + std::string(family.router_name) +
-                    ".weight, " + under + "experts.E." + std::string(family.names.gate) + ".weight and " + under +
-                    "experts.gate_up_proj among " + std::to_string(weights.all().tensors.size()) + " tensors");
+        reader.fail("no layer of a " + model.family + " with experts; looked for " + under + std::string(family.router_name) + ".weight, " +
+                    under + "experts.E." + std::string(family.names.gate) + ".weight and " + under + "experts.gate_up_proj among " +
+                    std::to_string(weights.all().tensors.size()) + " tensors");
     }
     for (const moe_layer_model& layer : model.layers) {
         const nlohmann::json* quantisation = config.find("quantization_config");

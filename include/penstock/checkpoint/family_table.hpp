@@ -67,9 +67,7 @@ struct row {
     extras also;
     activation act = activation::swiglu;
 
-    [[nodiscard]] constexpr bool scaled() const noexcept {
-        return also == extras::scale || also == extras::scale_and_correction_bias;
-    }
+    [[nodiscard]] constexpr bool scaled() const noexcept { return also == extras::scale || also == extras::scale_and_correction_bias; }
     [[nodiscard]] constexpr bool corrected() const noexcept {
         return also == extras::correction_bias || also == extras::scale_and_correction_bias;
     }
@@ -102,7 +100,7 @@ inline constexpr row table[] = {
 // clang-format on
 
 /// What precedes the number of a layer: a language model alone, inside a multimodal one, without its head, and gpt-oss as first published.
-inline constexpr std::string_view layer_prefixes[] = {"model.layers.", "language_model.model.layers.",
-                                                      "model.language_model.layers.", "layers.", "block."};
+inline constexpr std::string_view layer_prefixes[] = {"model.layers.", "language_model.model.layers.", "model.language_model.layers.",
+                                                      "layers.", "block."};
 
 }  // namespace penstock::inline v0_1::families

@@ -116,8 +116,7 @@ public:
             once(has_dtype_);
             const std::optional<dtype> type = parse_dtype(text);
             if (!type) {
-                fail("tensor " + in_quotes(tensor().name) + " is of the unknown dtype " +
-                     in_quotes(std::string_view(text).substr(0, 40)));
+                fail("tensor " + in_quotes(tensor().name) + " is of the unknown dtype " + in_quotes(std::string_view(text).substr(0, 40)));
             }
             tensor().type = *type;
             return true;
@@ -208,8 +207,7 @@ private:
             case place::shape:
                 fail("tensor " + in_quotes(tensor().name) + " has " + found + " in its shape, whole numbers from 0 are wanted");
             case place::offsets:
-                fail("tensor " + in_quotes(tensor().name) + " has " + found +
-                     " in its data_offsets, two whole numbers from 0 are wanted");
+                fail("tensor " + in_quotes(tensor().name) + " has " + found + " in its data_offsets, two whole numbers from 0 are wanted");
             case place::tensor:
                 if (in_unknown_field()) {
                     return true;
@@ -264,8 +262,8 @@ private:
         length = length << 8 | static_cast<unsigned char>(first[i]);
     }
     if (length > max_safetensors_header) {
-        refuse("its first 8 bytes announce a header of " + std::to_string(length) + " bytes, " +
-               std::to_string(max_safetensors_header) + " is the limit");
+        refuse("its first 8 bytes announce a header of " + std::to_string(length) + " bytes, " + std::to_string(max_safetensors_header) +
+               " is the limit");
     }
     if (length > size - 8) {
         refuse("its first 8 bytes announce a header of " + std::to_string(length) + " bytes, but " + std::to_string(size - 8) +
@@ -281,8 +279,7 @@ private:
     }
     // The parser takes a NUL for the end of the text, so what follows one would never be looked at.
     if (const std::size_t nul = text.find('\0'); nul != std::string::npos) {
-        throw format_error(path + ": byte " + std::to_string(nul) +
-                           " of the header is NUL; a header may be padded with spaces only");
+        throw format_error(path + ": byte " + std::to_string(nul) + " of the header is NUL; a header may be padded with spaces only");
     }
     return text;
 }

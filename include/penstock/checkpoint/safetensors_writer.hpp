@@ -96,8 +96,7 @@ inline void check_writable(const std::string& path, std::span<const tensor_to_wr
 }
 
 /// The header with its length in front, padded with spaces so that the data begins at a multiple of 8.
-inline std::string safetensors_header(std::span<const tensor_to_write> tensors,
-                                      const std::map<std::string, std::string>& metadata) {
+inline std::string safetensors_header(std::span<const tensor_to_write> tensors, const std::map<std::string, std::string>& metadata) {
     std::string text = "{";
     if (!metadata.empty()) {
         text += "\"__metadata__\":" + nlohmann::json(metadata).dump();
@@ -150,8 +149,7 @@ inline std::uint64_t write_safetensors(const std::filesystem::path& path, std::s
 
 /// Writes `tensors` as a model directory: shards of at most `shard_bytes` of data each (a larger tensor gets one of its own), named
 /// model-00001-of-0000N.safetensors, with their index; one shard is model.safetensors and needs no index. @throws as write_safetensors.
-inline void write_sharded(const std::filesystem::path& directory, std::span<const tensor_to_write> tensors,
-                          std::uint64_t shard_bytes) {
+inline void write_sharded(const std::filesystem::path& directory, std::span<const tensor_to_write> tensors, std::uint64_t shard_bytes) {
     detail::check_writable(directory.string(), tensors);
     std::vector<std::size_t> ends;
     std::uint64_t filled = 0, total = 0;

@@ -332,9 +332,8 @@ private:
             if (it == by_name_.end() || list_.tensors[it->second].file != shards.at(file)) {
                 throw format_error(
                     where + ": maps tensor " + detail::in_quotes(tensor) + " to " + file + ", whose header does not hold it" +
-                    (it == by_name_.end()
-                         ? std::string()
-                         : ", but that of " + list_.files[list_.tensors[it->second].file].filename().string() + " does"));
+                    (it == by_name_.end() ? std::string()
+                                          : ", but that of " + list_.files[list_.tensors[it->second].file].filename().string() + " does"));
             }
             if (listed[it->second]) {
                 throw format_error(where + ": lists tensor " + detail::in_quotes(tensor) + " twice");

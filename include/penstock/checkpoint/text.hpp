@@ -56,8 +56,7 @@ public:
         struct stat status {};
         if (::fstat(descriptor_, &status) != 0 || !S_ISREG(status.st_mode)) {
             ::close(descriptor_);
-            throw io_error(path_ +
-                           (S_ISDIR(status.st_mode) ? ": is a directory, a file is wanted here" : ": is not a regular file"));
+            throw io_error(path_ + (S_ISDIR(status.st_mode) ? ": is a directory, a file is wanted here" : ": is not a regular file"));
         }
         size_ = static_cast<std::uint64_t>(status.st_size);
     }
@@ -83,9 +82,8 @@ public:
                 continue;
             }
             if (got <= 0) {
-                throw io_error(path_ + ": " + std::to_string(into.size()) + " bytes wanted at byte " + std::to_string(offset) +
-                               ", " + std::to_string(done) +
-                               " got: " + (got < 0 ? system_text(errno) : std::string("the file ends there")));
+                throw io_error(path_ + ": " + std::to_string(into.size()) + " bytes wanted at byte " + std::to_string(offset) + ", " +
+                               std::to_string(done) + " got: " + (got < 0 ? system_text(errno) : std::string("the file ends there")));
             }
             done += static_cast<std::size_t>(got);
         }

@@ -27,8 +27,7 @@ inline void require_device(int device, const char* what) {
     }
     if (device < 0 || device >= count) {
         throw configuration_error(std::string("penstock: ") + what + ": device " + std::to_string(device) +
-                                  " was asked for, but there are " + std::to_string(count) + " (0 to " +
-                                  std::to_string(count - 1) + ")");
+                                  " was asked for, but there are " + std::to_string(count) + " (0 to " + std::to_string(count - 1) + ")");
     }
 }
 

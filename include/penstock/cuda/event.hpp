@@ -35,7 +35,8 @@ public:
         const device_guard on(device);
         if (handle_ == nullptr || device != device_) {
             destroy();
-            check(cudaEventCreateWithFlags(&handle_, how_ == waiting::sleep ? cudaEventDisableTiming | cudaEventBlockingSync : cudaEventDisableTiming),
+            check(cudaEventCreateWithFlags(
+                      &handle_, how_ == waiting::sleep ? cudaEventDisableTiming | cudaEventBlockingSync : cudaEventDisableTiming),
                   "cudaEventCreateWithFlags");
             device_ = device;
         }

@@ -53,8 +53,7 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, std::size_t shared
     std::apply(
         [&](Params&... value) {
             void* pointers[sizeof...(Params) + 1] = {const_cast<void*>(static_cast<const volatile void*>(&value))..., nullptr};
-            check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, block, pointers, shared_bytes, stream),
-                  "cudaLaunchKernel");
+            check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, block, pointers, shared_bytes, stream), "cudaLaunchKernel");
         },
         values);
 }

@@ -31,8 +31,8 @@ __device__ float_element<Format> encode(float value) {
 }
 
 template <class Format>
-__global__ __launch_bounds__(element_threads) __attribute__((visibility("hidden"))) void widen_rows(const void* hidden, std::uint64_t count,
-                                                                                                   float* x) {
+__global__ __launch_bounds__(element_threads)
+    __attribute__((visibility("hidden"))) void widen_rows(const void* hidden, std::uint64_t count, float* x) {
     const auto* from = static_cast<const float_element<Format>*>(hidden);
     const std::uint64_t stride = static_cast<std::uint64_t>(gridDim.x) * element_threads;
     for (std::uint64_t i = static_cast<std::uint64_t>(blockIdx.x) * element_threads + threadIdx.x; i < count; i += stride) {
@@ -42,8 +42,8 @@ __global__ __launch_bounds__(element_threads) __attribute__((visibility("hidden"
 
 /// A block scales one token's row. The dot product is added in a fixed order: a thread's columns, the lanes of a warp, the warps.
 template <class Format>
-__global__ __launch_bounds__(element_threads) __attribute__((visibility("hidden"))) void gate_shared(const void* weight, const float* x,
-                                                                                                    std::uint32_t hidden, float* shared) {
+__global__ __launch_bounds__(element_threads)
+    __attribute__((visibility("hidden"))) void gate_shared(const void* weight, const float* x, std::uint32_t hidden, float* shared) {
     __shared__ float partial[element_threads / 32];
     const auto* w = static_cast<const float_element<Format>*>(weight);
     const std::uint64_t row = static_cast<std::uint64_t>(blockIdx.x) * hidden;

@@ -31,8 +31,8 @@ void cuda<Formats...>::route(const routing_rule& rule, const router_ref& router,
 }
 
 template <class... Formats>
-void cuda<Formats...>::permute(const std::int32_t* ids, std::uint32_t pairs, std::uint32_t experts, std::int32_t* rows, std::uint32_t* offsets,
-                               std::span<std::byte> scratch) const {
+void cuda<Formats...>::permute(const std::int32_t* ids, std::uint32_t pairs, std::uint32_t experts, std::int32_t* rows,
+                               std::uint32_t* offsets, std::span<std::byte> scratch) const {
     detail::run_permute(ids, pairs, experts, rows, offsets, scratch, permute_scratch_bytes(pairs, experts), stream_);
 }
 
@@ -40,7 +40,8 @@ template <class... Formats>
 void cuda<Formats...>::experts(const expert_layout& layout, std::span<const expert_work> works, const std::int32_t* rows, std::uint32_t k,
                                const float* x, const float* input_scale, float* activated, float* partial) const {
     if (!computes(layout.kind)) {
-        throw configuration_error("penstock: this executor::cuda was not instantiated for experts of format " + std::string(name(layout.kind)));
+        throw configuration_error("penstock: this executor::cuda was not instantiated for experts of format " +
+                                  std::string(name(layout.kind)));
     }
     const auto run = [&]<class Format>(Format) {
         detail::run_experts<Format>(layout, works, rows, k, x, input_scale, activated, partial, stream_);
@@ -68,8 +69,8 @@ void cuda<Formats...>::combine(const float* partial, const std::int32_t* ids, co
 
 /// Puts executor::cuda for the named formats in this `.cu`, once a program: PENSTOCK_INSTANTIATE(bf16, fp8_block128) is what
 /// executor::cuda<format::bf16, format::fp8_block128> needs, PENSTOCK_INSTANTIATE() what executor::cuda<> needs. At namespace scope.
-#define PENSTOCK_INSTANTIATE(...)                        \
-    namespace penstock::inline v0_1::executor {          \
-    using namespace ::penstock::format;                  \
-    template class cuda<__VA_ARGS__>;                    \
+#define PENSTOCK_INSTANTIATE(...)               \
+    namespace penstock::inline v0_1::executor { \
+    using namespace ::penstock::format;         \
+    template class cuda<__VA_ARGS__>;           \
     }

@@ -34,13 +34,13 @@ __device__ inline void halves_to_floats(std::uint32_t pair, float& low, float& h
 /// Two E4M3 in the low half of `pair`.
 __device__ inline void e4m3_to_floats(std::uint32_t pair, float& low, float& high) {
     NV_IF_ELSE_TARGET(NV_PROVIDES_SM_89,
-                      (std::uint32_t halves;
-                       asm("{\n .reg .b16 p;\n cvt.u16.u32 p, %1;\n cvt.rn.f16x2.e4m3x2 %0, p;\n}" : "=r"(halves) : "r"(pair));
+                      (std::uint32_t halves; asm("{\n .reg .b16 p;\n cvt.u16.u32 p, %1;\n cvt.rn.f16x2.e4m3x2 %0, p;\n}"
+                                                 : "=r"(halves)
+                                                 : "r"(pair));
                        halves_to_floats(halves, low, high);),
                       (const std::uint32_t spread = __byte_perm(pair, 0, 0x1404);  // each byte on top of a half
                        // The exponent's bias is 7, f16's is 15, so the f16 read is 2^-8 of the value; 480 would be the code of NaN.
-                       halves_to_floats((spread >> 1 & 0x3f803f80u) | (spread & 0x80008000u), low, high);
-                       low *= 256.0f; high *= 256.0f;
+                       halves_to_floats((spread >> 1 & 0x3f803f80u) | (spread & 0x80008000u), low, high); low *= 256.0f; high *= 256.0f;
                        low = ::fabsf(low) == 480.0f ? __int_as_float(0x7fc00000) : low;
                        high = ::fabsf(high) == 480.0f ? __int_as_float(0x7fc00000) : high;))
 }

@@ -130,8 +130,7 @@ PENSTOCK_HD inline float scale_at(weight_kind kind, const matrix_layout& matrix,
         return detail::load_unaligned<float>(record + matrix.scale_offset, row / 128 * matrix.scale_row_stride + c / 128);
     }
     if (kind == weight_kind::mxfp4) {
-        return decode_e8m0(
-            detail::load_unaligned<std::uint8_t>(record + matrix.scale_offset, row * matrix.scale_row_stride + c / 32));
+        return decode_e8m0(detail::load_unaligned<std::uint8_t>(record + matrix.scale_offset, row * matrix.scale_row_stride + c / 32));
     }
     return 1.0f;
 }

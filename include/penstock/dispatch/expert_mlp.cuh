@@ -49,7 +49,8 @@ transposed_loads loads_of(const mlp_stage& s) {
     if (s.a.m.row_stride == 2 && s.b.m.row_stride == 2 && s.a.m.col_stride == s.b.m.col_stride && neighbours && fits(s.a, 4)) {
         return transposed_loads::alternate;
     }
-    return s.a.m.row_stride == 1 && s.b.m.row_stride == 1 && fits(s.a, 2) && fits(s.b, 2) ? transposed_loads::apart : transposed_loads::single;
+    return s.a.m.row_stride == 1 && s.b.m.row_stride == 1 && fits(s.a, 2) && fits(s.b, 2) ? transposed_loads::apart
+                                                                                          : transposed_loads::single;
 }
 
 /// What the kernels of a format cannot read. @throws configuration_error
@@ -57,8 +58,8 @@ template <class Format>
 void check_side(const mlp_side& side) {
     const matrix_layout& m = side.m;
     if (m.offset % sizeof(typename decoder<Format>::element) != 0) {
-        throw configuration_error("penstock: a matrix of " + std::string(name(Format::kind)) + " begins at byte " + std::to_string(m.offset) +
-                                  " of the record, which its element size does not divide");
+        throw configuration_error("penstock: a matrix of " + std::string(name(Format::kind)) + " begins at byte " +
+                                  std::to_string(m.offset) + " of the record, which its element size does not divide");
     }
     if (Format::kind == weight_kind::fp8_block128 && m.scale_offset % sizeof(float) != 0) {
         throw configuration_error("penstock: the scales of a matrix begin at byte " + std::to_string(m.scale_offset) +
@@ -93,8 +94,8 @@ void launch_by_vector(mlp_stage s, const mlp_works& works, std::uint32_t count, 
         s.groups = static_cast<std::uint32_t>(smaller<std::uint64_t>(wanted, larger<std::uint64_t>(1, affordable)));
     }
     s.tiles = static_cast<std::uint32_t>(ceil_div(row_groups, s.groups));
-    launch(rows_by_vector<Format, Slots>, dim3(s.tiles * count), dim3(row_warps * 32), static_cast<std::size_t>(s.segment) * step_bytes, stream, s,
-           works);
+    launch(rows_by_vector<Format, Slots>, dim3(s.tiles * count), dim3(row_warps * 32), static_cast<std::size_t>(s.segment) * step_bytes,
+           stream, s, works);
 }
 
 template <class Format>
@@ -114,8 +115,8 @@ void launch_stage(mlp_stage s, const mlp_works& works, std::uint32_t count, std:
         case mlp_path::transposed:
             if constexpr (Format::bits >= 8) {
                 s.tiles = static_cast<std::uint32_t>(ceil_div(s.row_pairs, transposed_rows));
-                launch(most_tokens == 1 ? rows_transposed<Format, 1> : rows_transposed<Format, 8>, dim3(s.tiles * count), dim3(transposed_warps * 32), 0,
-                       stream, s, works, loads_of<Format>(s));
+                launch(most_tokens == 1 ? rows_transposed<Format, 1> : rows_transposed<Format, 8>, dim3(s.tiles * count),
+                       dim3(transposed_warps * 32), 0, stream, s, works, loads_of<Format>(s));
             }
             return;
         case mlp_path::element:
@@ -134,8 +135,9 @@ void run_experts(const expert_layout& layout, std::span<const expert_work> works
     if (layout.hidden() == 0 || layout.intermediate() == 0 || layout.up.rows != layout.gate.rows || layout.up.cols != layout.gate.cols ||
         layout.down.rows != layout.hidden() || layout.down.cols != layout.intermediate()) {
         throw configuration_error("penstock: an expert's matrices do not fit each other: gate " + std::to_string(layout.gate.rows) + " x " +
-                                  std::to_string(layout.gate.cols) + ", up " + std::to_string(layout.up.rows) + " x " + std::to_string(layout.up.cols) +
-                                  ", down " + std::to_string(layout.down.rows) + " x " + std::to_string(layout.down.cols));
+                                  std::to_string(layout.gate.cols) + ", up " + std::to_string(layout.up.rows) + " x " +
+                                  std::to_string(layout.up.cols) + ", down " + std::to_string(layout.down.rows) + " x " +
+                                  std::to_string(layout.down.cols));
     }
     if (k == 0) {
         throw configuration_error("penstock: experts of top-0");
@@ -169,7 +171,8 @@ void run_experts(const expert_layout& layout, std::span<const expert_work> works
             continue;
         }
         if (reinterpret_cast<std::uintptr_t>(work.record) % 16 != 0) {
-            throw configuration_error("penstock: the record of expert " + std::to_string(work.expert) + " does not start at a multiple of 16 bytes");
+            throw configuration_error("penstock: the record of expert " + std::to_string(work.expert) +
+                                      " does not start at a multiple of 16 bytes");
         }
         batch.of[count++] = {work.record, work.first, work.count};
         most_tokens = larger(most_tokens, work.count);

@@ -146,8 +146,8 @@ public:
 
     /// ids, weights [tokens, top_k] by `rule`. @param live number of tokens that count, or null for all: rows past it get id -1 and
     /// weight 0. @throws configuration_error for a rule that cannot be followed, before anything is written
-    void route(const routing_rule& rule, const router_ref& router, const float* logits, std::uint32_t tokens,
-               const std::int32_t* live, std::int32_t* ids, float* weights) const {
+    void route(const routing_rule& rule, const router_ref& router, const float* logits, std::uint32_t tokens, const std::int32_t* live,
+               std::int32_t* ids, float* weights) const {
         validate(rule);
         const std::uint32_t k = rule.top_k;
         const std::uint32_t counted = live == nullptr ? tokens : smaller(tokens, static_cast<std::uint32_t>(larger(*live, 0)));
@@ -183,35 +183,33 @@ public:
     /// @param activated [tokens * k, intermediate]
     /// @param partial [tokens * k, hidden]
     /// @throws configuration_error for weights that no loop computes with
-    void experts(const expert_layout& layout, std::span<const expert_work> works, const std::int32_t* rows, std::uint32_t k,
-                 const float* x, const float* input_scale, float* activated, float* partial) const {
+    void experts(const expert_layout& layout, std::span<const expert_work> works, const std::int32_t* rows, std::uint32_t k, const float* x,
+                 const float* input_scale, float* activated, float* partial) const {
         visit(layout.kind, [](auto) {});  // throws for a kind without loops
         const activation_rule rule = rule_of(layout);
-        const std::uint32_t step =
-            smaller(detail::rows_per_item(layout.kind, layout.gate), detail::rows_per_item(layout.kind, layout.up));
-        each_block(
-            works, layout.gate.rows, step, [&](const expert_work& work, std::uint32_t first, std::uint32_t count, unsigned worker) {
-                detail::host_scratch& scratch = scratch_[worker];
-                float* gates = scratch.take(1, detail::host_tokens * std::size_t{step});
-                float* ups = scratch.take(2, detail::host_tokens * std::size_t{step});
-                const detail::host_matrix gate{kernels_, layout.kind, &layout.gate, work.record};
-                const detail::host_matrix up{kernels_, layout.kind, &layout.up, work.record};
-                each_few_pairs(work, rows, [&](const std::int32_t* pairs, std::uint32_t tokens) {
-                    const float* inputs[detail::host_tokens]{};
-                    for (std::uint32_t t = 0; t < tokens; ++t) {
-                        inputs[t] = input_of(x, input_scale, pairs[t], k, layout.gate.cols, t, scratch);
+        const std::uint32_t step = smaller(detail::rows_per_item(layout.kind, layout.gate), detail::rows_per_item(layout.kind, layout.up));
+        each_block(works, layout.gate.rows, step, [&](const expert_work& work, std::uint32_t first, std::uint32_t count, unsigned worker) {
+            detail::host_scratch& scratch = scratch_[worker];
+            float* gates = scratch.take(1, detail::host_tokens * std::size_t{step});
+            float* ups = scratch.take(2, detail::host_tokens * std::size_t{step});
+            const detail::host_matrix gate{kernels_, layout.kind, &layout.gate, work.record};
+            const detail::host_matrix up{kernels_, layout.kind, &layout.up, work.record};
+            each_few_pairs(work, rows, [&](const std::int32_t* pairs, std::uint32_t tokens) {
+                const float* inputs[detail::host_tokens]{};
+                for (std::uint32_t t = 0; t < tokens; ++t) {
+                    inputs[t] = input_of(x, input_scale, pairs[t], k, layout.gate.cols, t, scratch);
+                }
+                detail::multiply(gate, first, count, inputs, tokens, gates, step, scratch);
+                detail::multiply(up, first, count, inputs, tokens, ups, step, scratch);
+                for (std::uint32_t t = 0; t < tokens; ++t) {
+                    float* out = activated + static_cast<std::uint64_t>(pairs[t]) * layout.gate.rows + first;
+                    for (std::uint32_t i = 0; i < count; ++i) {
+                        out[i] = activate(rule, gates[t * std::size_t{step} + i] + bias_at(layout.gate, work.record, first + i),
+                                          ups[t * std::size_t{step} + i] + bias_at(layout.up, work.record, first + i));
                     }
-                    detail::multiply(gate, first, count, inputs, tokens, gates, step, scratch);
-                    detail::multiply(up, first, count, inputs, tokens, ups, step, scratch);
-                    for (std::uint32_t t = 0; t < tokens; ++t) {
-                        float* out = activated + static_cast<std::uint64_t>(pairs[t]) * layout.gate.rows + first;
-                        for (std::uint32_t i = 0; i < count; ++i) {
-                            out[i] = activate(rule, gates[t * std::size_t{step} + i] + bias_at(layout.gate, work.record, first + i),
-                                              ups[t * std::size_t{step} + i] + bias_at(layout.up, work.record, first + i));
-                        }
-                    }
-                });
+                }
             });
+        });
         const std::uint32_t down_step = detail::rows_per_item(layout.kind, layout.down);
         each_block(works, layout.down.rows, down_step,
                    [&](const expert_work& work, std::uint32_t first, std::uint32_t count, unsigned worker) {
@@ -235,8 +233,7 @@ public:
     }
 
     /// shared[t] *= sigmoid(weight . x[t]). @param weight [hidden] f32, bf16 or f16 @param shared [tokens, hidden]
-    void shared_gate(const void* weight, dtype type, const float* x, std::uint32_t tokens, std::uint32_t hidden,
-                     float* shared) const {
+    void shared_gate(const void* weight, dtype type, const float* x, std::uint32_t tokens, std::uint32_t hidden, float* shared) const {
         const auto kind = static_cast<std::size_t>(detail::kind_of(type, "shared expert's gate"));
         pool_->run(row_blocks(tokens, hidden), [&](std::size_t item, unsigned) {
             for_rows(item, tokens, hidden, [&](std::uint64_t t) {
@@ -318,8 +315,8 @@ private:
     }
 
     /// The input row of a pair: in x, or scaled into the worker's memory.
-    static const float* input_of(const float* x, const float* input_scale, std::int32_t pair, std::uint32_t k,
-                                 std::uint32_t columns, std::uint32_t place, detail::host_scratch& scratch) {
+    static const float* input_of(const float* x, const float* input_scale, std::int32_t pair, std::uint32_t k, std::uint32_t columns,
+                                 std::uint32_t place, detail::host_scratch& scratch) {
         const float* row = x + static_cast<std::uint64_t>(static_cast<std::uint32_t>(pair) / k) * columns;
         if (input_scale == nullptr) {
             return row;

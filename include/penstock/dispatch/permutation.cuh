@@ -55,8 +55,9 @@ __device__ inline void write_pairs(const staged_ids& ids, std::uint32_t fours, s
 }
 
 template <int Threads>
-__global__ __launch_bounds__(Threads) __attribute__((visibility("hidden"))) void permute_in_one_block(
-    const std::int32_t* ids, std::uint32_t pairs, std::uint32_t experts, std::int32_t* rows, std::uint32_t* offsets) {
+__global__ __launch_bounds__(Threads)
+    __attribute__((visibility("hidden"))) void permute_in_one_block(const std::int32_t* ids, std::uint32_t pairs, std::uint32_t experts,
+                                                                    std::int32_t* rows, std::uint32_t* offsets) {
     using scan = cub::BlockScan<std::uint32_t, Threads>;
     __shared__ staged_ids staged;
     __shared__ typename scan::TempStorage temporary;
@@ -87,21 +88,23 @@ __global__ __launch_bounds__(Threads) __attribute__((visibility("hidden"))) void
 /// counts[e * blocks + b] = number of pairs of block b that visit expert e.
 template <int Threads>
 __global__ __launch_bounds__(Threads) __attribute__((visibility("hidden"))) void count_pairs(const std::int32_t* ids, std::uint32_t pairs,
-                                                                                            std::uint32_t experts, std::uint32_t* counts) {
+                                                                                             std::uint32_t experts, std::uint32_t* counts) {
     __shared__ staged_ids staged;
     const std::uint32_t begin = blockIdx.x * pairs_per_block;
     const std::uint32_t end = smaller(begin + pairs_per_block, pairs);
     staged.load(ids, begin, end);
     __syncthreads();
     for (std::uint32_t e = threadIdx.x; e < experts; e += Threads) {
-        counts[static_cast<std::uint64_t>(e) * gridDim.x + blockIdx.x] = count_of(staged, (end - begin + 3) / 4, static_cast<std::int32_t>(e));
+        counts[static_cast<std::uint64_t>(e) * gridDim.x + blockIdx.x] =
+            count_of(staged, (end - begin + 3) / 4, static_cast<std::int32_t>(e));
     }
 }
 
 /// Turns the counts into the places where each block's pairs of each expert begin. One block.
 template <int Threads>
-__global__ __launch_bounds__(Threads) __attribute__((visibility("hidden"))) void scan_counts(std::uint32_t blocks, std::uint32_t experts,
-                                                                                            std::uint32_t* counts, std::uint32_t* offsets) {
+__global__ __launch_bounds__(Threads)
+    __attribute__((visibility("hidden"))) void scan_counts(std::uint32_t blocks, std::uint32_t experts, std::uint32_t* counts,
+                                                           std::uint32_t* offsets) {
     constexpr int items = 8;
     using scan = cub::BlockScan<std::uint32_t, Threads>;
     __shared__ typename scan::TempStorage temporary;
@@ -134,9 +137,9 @@ __global__ __launch_bounds__(Threads) __attribute__((visibility("hidden"))) void
 }
 
 template <int Threads>
-__global__ __launch_bounds__(Threads) __attribute__((visibility("hidden"))) void place_pairs(const std::int32_t* ids, std::uint32_t pairs,
-                                                                                            std::uint32_t experts, const std::uint32_t* places,
-                                                                                            std::int32_t* rows) {
+__global__ __launch_bounds__(Threads)
+    __attribute__((visibility("hidden"))) void place_pairs(const std::int32_t* ids, std::uint32_t pairs, std::uint32_t experts,
+                                                           const std::uint32_t* places, std::int32_t* rows) {
     __shared__ staged_ids staged;
     const std::uint32_t begin = blockIdx.x * pairs_per_block;
     const std::uint32_t end = smaller(begin + pairs_per_block, pairs);
@@ -158,8 +161,9 @@ inline void run_permute(const std::int32_t* ids, std::uint32_t pairs, std::uint3
         return;
     }
     if (scratch.size() < scratch_bytes) {
-        throw configuration_error("penstock: permute of " + std::to_string(pairs) + " pairs to " + std::to_string(experts) + " experts needs " +
-                                  std::to_string(scratch_bytes) + " bytes of scratch, " + std::to_string(scratch.size()) + " were given");
+        throw configuration_error("penstock: permute of " + std::to_string(pairs) + " pairs to " + std::to_string(experts) +
+                                  " experts needs " + std::to_string(scratch_bytes) + " bytes of scratch, " +
+                                  std::to_string(scratch.size()) + " were given");
     }
     const dim3 block(permute_threads);
     if (pairs <= pairs_per_block) {

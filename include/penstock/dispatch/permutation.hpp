@@ -15,12 +15,11 @@ namespace penstock::inline v0_1 {
 /// @param rows room for ids.size() pairs
 /// @param offsets [experts + 1]
 /// @throws configuration_error, before anything is written, if an id is not below `experts`
-inline void permute_by_expert(std::span<const std::int32_t> ids, std::uint32_t experts, std::int32_t* rows,
-                              std::uint32_t* offsets) {
+inline void permute_by_expert(std::span<const std::int32_t> ids, std::uint32_t experts, std::int32_t* rows, std::uint32_t* offsets) {
     for (std::size_t p = 0; p < ids.size(); ++p) {
         if (ids[p] >= 0 && static_cast<std::uint32_t>(ids[p]) >= experts) {
-            throw configuration_error("penstock: pair " + std::to_string(p) + " asks for expert " + std::to_string(ids[p]) +
-                                      " of " + std::to_string(experts));
+            throw configuration_error("penstock: pair " + std::to_string(p) + " asks for expert " + std::to_string(ids[p]) + " of " +
+                                      std::to_string(experts));
         }
     }
     std::fill_n(offsets, experts + std::size_t{1}, 0u);

@@ -19,9 +19,7 @@ namespace penstock::inline v0_1 {
 
 /// The lanes of a warp, for `route_token`. @pre every lane of the warp takes part
 struct warp_lanes {
-    PENSTOCK_HD std::uint32_t rank() const noexcept {
-        NV_IF_ELSE_TARGET(NV_IS_DEVICE, (return threadIdx.x % 32;), (return 0;))
-    }
+    PENSTOCK_HD std::uint32_t rank() const noexcept { NV_IF_ELSE_TARGET(NV_IS_DEVICE, (return threadIdx.x % 32;), (return 0;)) }
 
     PENSTOCK_HD std::uint32_t size() const noexcept { return 32; }
 
@@ -66,8 +64,9 @@ __device__ void decode_vector(const uint4& v, float (&w)[decoder<Format>::per_ve
 
 /// A lane takes the columns of 16-byte vectors in turn, whether it can load them as vectors or not, so that alignment does not change bits.
 template <class Format>
-__global__ __launch_bounds__(logit_warps * 32) __attribute__((visibility("hidden"))) void router_logits(
-    router_ref router, const float* x, std::uint32_t tokens, float* logits, bool vectors) {
+__global__ __launch_bounds__(logit_warps * 32)
+    __attribute__((visibility("hidden"))) void router_logits(router_ref router, const float* x, std::uint32_t tokens, float* logits,
+                                                             bool vectors) {
     constexpr std::uint32_t vector = decoder<Format>::per_vector;
     const std::uint32_t lane = threadIdx.x % 32;
     const std::uint64_t number = static_cast<std::uint64_t>(blockIdx.x) * logit_warps + threadIdx.x / 32;
@@ -124,9 +123,10 @@ __global__ __launch_bounds__(logit_warps * 32) __attribute__((visibility("hidden
 
 /// A warp routes one token. Dynamic shared memory: `experts` floats a warp.
 template <std::uint32_t Warps>
-__global__ __launch_bounds__(Warps * 32) __attribute__((visibility("hidden"))) void route_tokens(
-    routing_rule rule, const float* correction_bias, const float* logits, std::uint32_t tokens, const std::int32_t* live, std::int32_t* ids,
-    float* weights) {
+__global__ __launch_bounds__(Warps * 32)
+    __attribute__((visibility("hidden"))) void route_tokens(routing_rule rule, const float* correction_bias, const float* logits,
+                                                            std::uint32_t tokens, const std::int32_t* live, std::int32_t* ids,
+                                                            float* weights) {
     extern __shared__ float penstock_route_scratch[];
     const std::uint32_t warp = threadIdx.x / 32;
     const std::uint32_t token = blockIdx.x * Warps + warp;
@@ -177,7 +177,8 @@ struct logits_launcher {
             throw configuration_error("penstock: logits of " + std::to_string(tokens) + " tokens and " + std::to_string(router.experts) +
                                       " experts need more blocks than a launch has");
         }
-        launch(router_logits<Format>, dim3(static_cast<unsigned>(blocks)), dim3(logit_warps * 32), 0, stream, router, x, tokens, logits, vectors);
+        launch(router_logits<Format>, dim3(static_cast<unsigned>(blocks)), dim3(logit_warps * 32), 0, stream, router, x, tokens, logits,
+               vectors);
     }
 };
 
@@ -193,11 +194,12 @@ inline void run_logits(const router_ref& router, const float* x, std::uint32_t t
 }
 
 /// The body of executor::cuda::route.
-inline void run_route(const routing_rule& rule, const router_ref& router, const float* logits, std::uint32_t tokens, const std::int32_t* live,
-                      std::int32_t* ids, float* weights, cudaStream_t stream) {
+inline void run_route(const routing_rule& rule, const router_ref& router, const float* logits, std::uint32_t tokens,
+                      const std::int32_t* live, std::int32_t* ids, float* weights, cudaStream_t stream) {
     validate(rule);
     launch(route_tokens<route_warps>, dim3(static_cast<unsigned>(ceil_div(tokens, route_warps))), dim3(route_warps * 32),
-           std::size_t{route_warps} * rule.experts * sizeof(float), stream, rule, router.correction_bias, logits, tokens, live, ids, weights);
+           std::size_t{route_warps} * rule.experts * sizeof(float), stream, rule, router.correction_bias, logits, tokens, live, ids,
+           weights);
 }
 
 }  // namespace detail

@@ -86,7 +86,9 @@ namespace detail {
 
 /// Of a chunking: `size`, a constant. Of a prefetch depth: no state.
 template <class C>
-concept sized_chunking = chunking_policy<C> && std::is_empty_v<C> && requires { typename std::integral_constant<std::uint64_t, C::size>; };
+concept sized_chunking = chunking_policy<C> && std::is_empty_v<C> && requires {
+    typename std::integral_constant<std::uint64_t, C::size>;
+};
 
 template <class P>
 concept constant_depth = prefetch_policy<P> && std::is_empty_v<P> && std::is_default_constructible_v<P>;
@@ -115,19 +117,20 @@ struct tile_copies {
     /// `bytes` is a multiple of 16, may be 0; both addresses are too. Called by all lanes, one call a stage of the ring.
     __device__ void copy(std::uint32_t stage, std::byte* to, const std::byte* from, std::uint32_t bytes) const {
         NV_IF_ELSE_TARGET(
-            NV_PROVIDES_SM_90,
-            (if (Scope::lane() == 0) {
+            NV_PROVIDES_SM_90, (if (Scope::lane() == 0) {
                 const std::uint32_t barrier = shared_address(full + stage);
                 asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
                 if (bytes > 0) {
-                    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                                     shared_address(to)),
-                                 "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
-                                 : "memory");
+                    asm volatile(
+                        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+                        "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
+                        : "memory");
                 }
             }),
             (for (std::uint32_t at = Scope::lane() * 16; at < bytes; at += Scope::lanes() * 16) {
-                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to + at)), "l"(__cvta_generic_to_global(from + at)) : "memory");
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to + at)),
+                             "l"(__cvta_generic_to_global(from + at))
+                             : "memory");
             } nothing();))
     }
 
@@ -136,30 +139,30 @@ struct tile_copies {
 
     /// Until the oldest copy has landed. After it every lane sees what the copies brought, not what other lanes wrote.
     __device__ void wait(std::uint32_t stage, std::uint32_t parity) const {
-        NV_IF_ELSE_TARGET(NV_PROVIDES_SM_90,
-                          (std::uint32_t done = 0; while (done == 0) {
-                              asm volatile("{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
-                                           : "=r"(done)
-                                           : "r"(shared_address(full + stage)), "r"(parity)
-                                           : "memory");
+        NV_IF_ELSE_TARGET(NV_PROVIDES_SM_90, (std::uint32_t done = 0; while (done == 0) {
+                              asm volatile(
+                                  "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
+                                  : "=r"(done)
+                                  : "r"(shared_address(full + stage)), "r"(parity)
+                                  : "memory");
                           }),
-                          (asm volatile("cp.async.wait_group %0;" ::"n"(Stages - 1) : "memory"); Scope::sync();))
+                          (asm volatile("cp.async.wait_group %0;" ::"n"(Stages - 1)
+                                        : "memory");
+                           Scope::sync();))
     }
 
     /// Before lanes' own writes to a stage may be followed by the engine's.
-    __device__ void fence() const {
-        NV_IF_TARGET(NV_PROVIDES_SM_90, (asm volatile("fence.proxy.async.shared::cta;" ::: "memory");))
-    }
+    __device__ void fence() const { NV_IF_TARGET(NV_PROVIDES_SM_90, (asm volatile("fence.proxy.async.shared::cta;" ::: "memory");)) }
 
     /// Gives the shared memory back. @pre every stage with a copy in flight was waited for
     __device__ void finish() const {
-        NV_IF_ELSE_TARGET(NV_PROVIDES_SM_90,
-                          (Scope::sync(); if (Scope::lane() == 0) {
+        NV_IF_ELSE_TARGET(NV_PROVIDES_SM_90, (Scope::sync(); if (Scope::lane() == 0) {
                               for (std::uint32_t i = 0; i < Stages; ++i) {
                                   asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(full + i)) : "memory");
                               }
                           }),
-                          (asm volatile("cp.async.wait_all;" ::: "memory");))
+                          (asm volatile("cp.async.wait_all;" ::
+                                            : "memory");))
         Scope::sync();
     }
 };
@@ -186,13 +189,15 @@ private:
     static constexpr std::uint64_t stage_bytes = round_up(tile_bytes + 16, 128);  // a tile starts where its bytes do, modulo 16
     static constexpr std::uint64_t ring_bytes = stages * stage_bytes + round_up(stages * sizeof(std::uint64_t), 128);
     static_assert(ring_bytes <= detail::shared_bytes_of_a_block,
-                  "penstock: tile_pipeline: the stages of the scopes exceed the shared memory of a block, 227 KiB; take smaller tiles or fewer stages");
+                  "penstock: tile_pipeline: the stages of the scopes exceed the shared memory of a block, 227 KiB; take smaller tiles or "
+                  "fewer stages");
 
     template <std::uint32_t Threads>
     static constexpr std::size_t bytes_for() {
         static_assert(Threads > 0 && Threads % 32 == 0, "penstock: tile_pipeline runs in blocks of whole warps, a multiple of 32 threads");
         static_assert(Scope::per_block(Threads) * ring_bytes <= detail::shared_bytes_of_a_block,
-                      "penstock: tile_pipeline: the stages of the scopes exceed the shared memory of a block, 227 KiB; take smaller tiles or fewer stages");
+                      "penstock: tile_pipeline: the stages of the scopes exceed the shared memory of a block, 227 KiB; take smaller tiles "
+                      "or fewer stages");
         return static_cast<std::size_t>(Scope::per_block(Threads) * ring_bytes);
     }
 
@@ -211,7 +216,8 @@ public:
           row_bytes_(static_cast<std::uint64_t>(matrix.cols) * sizeof(T)),
           element_bytes_(sizeof(T)),
           rows_(matrix.rows) {
-        static_assert(sizeof(T) <= 16 && (sizeof(T) & (sizeof(T) - 1)) == 0, "penstock: tile_pipeline reads elements of 1, 2, 4, 8 or 16 bytes");
+        static_assert(sizeof(T) <= 16 && (sizeof(T) & (sizeof(T) - 1)) == 0,
+                      "penstock: tile_pipeline reads elements of 1, 2, 4, 8 or 16 bytes");
         const std::uint64_t chunk = Chunking{}.bytes_per_chunk(row_bytes_, row_bytes_ * rows_);
         if (row_bytes_ == 0 || rows_ == 0) {
             tiles_ = 0;
@@ -285,7 +291,11 @@ private:
         if (pieces_ == 1) {
             const std::uint32_t row = t * rows_per_tile_;
             const std::uint32_t rows = smaller(rows_per_tile_, rows_ - row);
-            return {data_ + row * row_bytes_, static_cast<std::uint32_t>(rows * row_bytes_), row, rows, 0,
+            return {data_ + row * row_bytes_,
+                    static_cast<std::uint32_t>(rows * row_bytes_),
+                    row,
+                    rows,
+                    0,
                     static_cast<std::uint32_t>(row_bytes_ / element_bytes_)};
         }
         const std::uint32_t row = t / pieces_;
@@ -332,7 +342,12 @@ private:
     __device__ tile current() const {
         const source s = locate(tile_number(taken_));
         const auto shift = static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(s.from) % 16);
-        return {ring_ + stage_ * stage_bytes + shift, s.first_row, s.rows, s.first_col, s.cols, s.rows > 1 ? static_cast<std::uint32_t>(row_bytes_) : s.bytes};
+        return {ring_ + stage_ * stage_bytes + shift,
+                s.first_row,
+                s.rows,
+                s.first_col,
+                s.cols,
+                s.rows > 1 ? static_cast<std::uint32_t>(row_bytes_) : s.bytes};
     }
 
     __device__ void next_stage() {
@@ -389,7 +404,8 @@ struct make_tile_pipeline {
     static_assert(memory_kind::device_accessible,
                   "penstock: tile_pipeline reads where the bytes lie; memory::pageable is not reachable from a kernel");
     static_assert(sized_chunking<chunking_kind>, "penstock: tile_pipeline needs a tile size known at compile time, as chunking::fixed has");
-    static_assert(constant_depth<prefetch_kind>, "penstock: tile_pipeline needs a depth known at compile time: prefetch::none, depth or budget");
+    static_assert(constant_depth<prefetch_kind>,
+                  "penstock: tile_pipeline needs a depth known at compile time: prefetch::none, depth or budget");
     static_assert(device_scheduler<scheduler_kind>,
                   "penstock: tile_pipeline needs a scheduler with a device facet, order: scheduler::fifo or round_robin");
 

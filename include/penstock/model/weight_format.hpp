@@ -61,7 +61,8 @@ decltype(auto) visit(weight_kind kind, F&& f) {
         case weight_kind::mxfp4: return std::forward<F>(f)(format::mxfp4{});
         case weight_kind::int4_group: break;
     }
-    throw configuration_error(std::string("penstock: weights of format ") + name(kind) + " can be loaded, but no kernel computes with them");
+    throw configuration_error(std::string("penstock: weights of format ") + name(kind) +
+                              " can be loaded, but no kernel computes with them");
 }
 
 }  // namespace penstock::inline v0_1

@@ -20,7 +20,9 @@ struct eviction {};
 
 /// A policy is a type that names the axis on which it chooses.
 template <class P>
-concept policy = requires { typename P::policy_axis; };
+concept policy = requires {
+    typename P::policy_axis;
+};
 
 template <class P, class Axis>
 concept policy_for = policy<P> && std::is_same_v<typename P::policy_axis, Axis>;

@@ -28,7 +28,8 @@ concept memory_policy = policy_for<M, axis::memory> && requires {
 template <class M>
 concept allocating_memory = memory_policy<M> && requires(void* p, std::size_t n) {
     { M::allocate(n) } -> std::same_as<void*>;
-    { M::deallocate(p, n) } noexcept;
+    { M::deallocate(p, n) }
+    noexcept;
 };
 
 namespace memory {
@@ -46,14 +47,14 @@ struct pageable {
         if (size == 0) {
             return nullptr;
         }
-        void* p = ::operator new(size, std::align_val_t{page_bytes}, std::nothrow);
+        void* p = ::operator new (size, std::align_val_t{page_bytes}, std::nothrow);
         if (p == nullptr) {
             throw out_of_memory("penstock: host memory ran out: " + to_string(bytes{size}) + " were asked for");
         }
         return p;
     }
 
-    static void deallocate(void* p, std::size_t) noexcept { ::operator delete(p, std::align_val_t{page_bytes}); }
+    static void deallocate(void* p, std::size_t) noexcept { ::operator delete (p, std::align_val_t{page_bytes}); }
 };
 
 /// Whether the processor writes through its write-combining buffers instead of the caches: reading such memory on the host is slow.
@@ -71,8 +72,8 @@ struct basic_pinned {
         if (size == 0) {
             return nullptr;
         }
-        constexpr unsigned flags = cudaHostAllocPortable | cudaHostAllocMapped |
-                                   (Combine == write_combining::yes ? cudaHostAllocWriteCombined : 0u);
+        constexpr unsigned flags =
+            cudaHostAllocPortable | cudaHostAllocMapped | (Combine == write_combining::yes ? cudaHostAllocWriteCombined : 0u);
         void* p = nullptr;
         const cudaError_t code = cudaHostAlloc(&p, size, flags);
         if (code == cudaErrorMemoryAllocation) {

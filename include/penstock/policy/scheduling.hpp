@@ -33,10 +33,10 @@ struct chunk {
 /// `queue`: push(request), next() -> the chunk to move now, or nothing when no request is left. Not thread-safe: its owner locks.
 template <class S>
 concept host_scheduler = policy_for<S, axis::scheduling> && std::default_initializable<typename S::queue> &&
-                         requires(typename S::queue q, request r) {
-                             q.push(r);
-                             { q.next() } -> std::same_as<std::optional<chunk>>;
-                         };
+    requires(typename S::queue q, request r) {
+    q.push(r);
+    { q.next() } -> std::same_as<std::optional<chunk>>;
+};
 
 /// `order`: tile(i, scope, scopes, tiles) -> the i-th tile of that scope, or `tiles` when it has no more.
 template <class S>

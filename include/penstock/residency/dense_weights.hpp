@@ -3,8 +3,8 @@
 #include <penstock/buffer/buffer.hpp>
 #include <penstock/cuda/device.hpp>
 #include <penstock/cuda/stream.hpp>
-#include <penstock/dispatch/expert_work.hpp>
 #include <penstock/dispatch/decode.hpp>
+#include <penstock/dispatch/expert_work.hpp>
 #include <penstock/model/moe_model.hpp>
 #include <penstock/stream/weight_stream.hpp>
 
@@ -42,9 +42,11 @@ public:
     /// Reads them through `loader`. @param given memory of the caller's in the compute place, `bytes_needed` of it, 256-byte aligned; else it is allocated.
     /// @throws io_error, out_of_memory, configuration_error.
     template <class Stream>
-    dense_weights(const moe_model& model, byte_source& files, Stream& loader, place compute, std::span<std::byte> given = {}) : bytes_(bytes_needed(model)) {
+    dense_weights(const moe_model& model, byte_source& files, Stream& loader, place compute, std::span<std::byte> given = {})
+        : bytes_(bytes_needed(model)) {
         if (!given.empty() && given.size() < bytes_) {
-            throw configuration_error("penstock: dense weights of this model need " + std::to_string(bytes_) + " bytes, " + std::to_string(given.size()) + " were given");
+            throw configuration_error("penstock: dense weights of this model need " + std::to_string(bytes_) + " bytes, " +
+                                      std::to_string(given.size()) + " were given");
         }
         std::byte* at = given.empty() ? allocate(compute) : given.data();
         std::vector<transfer> list;
@@ -55,7 +57,8 @@ public:
         };
         for (const moe_layer_model& l : model.layers) {
             layer out;
-            out.router = {.weight = place_tensor(l.router_weight), .type = l.router_weight.type, .experts = l.routing.experts, .hidden = l.hidden};
+            out.router = {
+                .weight = place_tensor(l.router_weight), .type = l.router_weight.type, .experts = l.routing.experts, .hidden = l.hidden};
             if (l.router_bias) {
                 out.router.bias = place_tensor(*l.router_bias);
                 out.router.bias_type = l.router_bias->type;
@@ -68,7 +71,12 @@ public:
             if (l.shared) {
                 out.shared = at;
                 for (const record_part& p : l.shared->parts) {
-                    list.push_back({.request = list.size(), .file = p.file, .offset = p.offset, .bytes = p.bytes, .destination = at + p.record_offset, .row_bytes = p.row_bytes});
+                    list.push_back({.request = list.size(),
+                                    .file = p.file,
+                                    .offset = p.offset,
+                                    .bytes = p.bytes,
+                                    .destination = at + p.record_offset,
+                                    .row_bytes = p.row_bytes});
                 }
                 at += padded(l.shared->layout.bytes);
                 if (l.shared->gate) {

@@ -139,9 +139,7 @@ private:
     [[nodiscard]] bool pins_host_tier() const noexcept { return Memory::device_accessible && !compute_.on_host(); }
     [[nodiscard]] std::byte* compute_slot(std::uint32_t s) const noexcept { return compute_bytes_ + s * size_.slot_bytes; }
     [[nodiscard]] std::byte* host_slot(std::uint32_t s) const noexcept { return host_bytes_ + s * size_.slot_bytes; }
-    [[nodiscard]] place copy_place() const noexcept {
-        return compute_.on_host() ? on_host() : on_device(compute_.device, copies_->get());
-    }
+    [[nodiscard]] place copy_place() const noexcept { return compute_.on_host() ? on_host() : on_device(compute_.device, copies_->get()); }
 
     template <class Buffer>
     static std::byte* take(std::optional<Buffer>& owner, std::uint64_t size) {
@@ -241,9 +239,9 @@ private:
     std::byte* host_bytes_ = nullptr;
     bool host_tier_mapped_ = false;
 
-    std::optional<stream> copies_;     ///< the copy engine's stream
-    std::optional<event> computed_;    ///< the end of the last step on its consumer
-    std::vector<event> arrived_;       ///< one for each fetch of a step, kept between steps
+    std::optional<stream> copies_;   ///< the copy engine's stream
+    std::optional<event> computed_;  ///< the end of the last step on its consumer
+    std::vector<event> arrived_;     ///< one for each fetch of a step, kept between steps
     std::vector<std::uint32_t> first_key_;
     store_report counters_;
     bool open_ = false;
@@ -259,9 +257,11 @@ namespace penstock::inline v0_1 {
 template <class... Ps>
 struct expert_store_for {
     PENSTOCK_CHECK_POLICIES("expert_store", Ps...);
-    using type = basic_expert_store<pick_policy<axis::memory, memory::pinned, Ps...>, pick_policy<axis::chunking, chunking::fixed<bytes{8u << 20}>, Ps...>,
-                                    pick_policy<axis::prefetch, prefetch::depth<24>, Ps...>, pick_policy<axis::scheduling, scheduler::priority<3>, Ps...>,
-                                    pick_policy<axis::eviction, eviction::lru, Ps...>>;
+    using type =
+        basic_expert_store<pick_policy<axis::memory, memory::pinned, Ps...>,
+                           pick_policy<axis::chunking, chunking::fixed<bytes{8u << 20}>, Ps...>,
+                           pick_policy<axis::prefetch, prefetch::depth<24>, Ps...>,
+                           pick_policy<axis::scheduling, scheduler::priority<3>, Ps...>, pick_policy<axis::eviction, eviction::lru, Ps...>>;
 };
 
 template <class... Ps>
@@ -272,7 +272,8 @@ inline place default_place() noexcept { return device_count() > 0 ? on_device(0)
 
 /// A store with the given policies; see `basic_expert_store` for the arguments.
 template <class... Ps>
-[[nodiscard]] expert_store<Ps...> make_expert_store(moe_model model, budgets limits = {}, place compute = default_place(), store_memory given = {}) {
+[[nodiscard]] expert_store<Ps...> make_expert_store(moe_model model, budgets limits = {}, place compute = default_place(),
+                                                    store_memory given = {}) {
     return expert_store<Ps...>(std::move(model), limits, compute, given);
 }
 

@@ -71,8 +71,9 @@ inline store_size plan_store(const moe_model& model, budgets limits, int device,
     size.slots = static_cast<std::uint32_t>(smaller(experts, budget / size.slot_bytes));
     if (size.slots == 0) {
         throw configuration_error("penstock: device budget " + to_string(bytes{budget}) + " holds no expert of this model: one slot is " +
-                                  to_string(bytes{size.slot_bytes}) + " (" + std::to_string(size.slot_bytes) + " bytes), which is the least; " +
-                                  to_string(bytes{size.slot_bytes * top_k}) + " keep one token's " + std::to_string(top_k) + " experts");
+                                  to_string(bytes{size.slot_bytes}) + " (" + std::to_string(size.slot_bytes) +
+                                  " bytes), which is the least; " + to_string(bytes{size.slot_bytes * top_k}) + " keep one token's " +
+                                  std::to_string(top_k) + " experts");
     }
 
     if (limits.host == automatic && on_host) {

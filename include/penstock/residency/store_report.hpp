@@ -9,15 +9,15 @@ namespace penstock::inline v0_1 {
 
 /// What an expert store did since it was made, and what it holds. Bytes are bytes.
 struct store_report {
-    std::uint64_t steps = 0;       ///< layer calls
-    std::uint64_t hits = 0;        ///< experts found in the compute tier, counted once a layer call
-    std::uint64_t misses = 0;      ///< experts that were not there
-    std::uint64_t host_hits = 0;   ///< misses that the host tier had
-    std::uint64_t evictions = 0;   ///< experts that left the compute tier for another
-    std::uint64_t overflow = 0;    ///< misses computed straight from mapped host memory, without a slot
-    std::uint64_t waves = 0;       ///< times that slots of a running layer call had to be used again
-    std::uint64_t waits = 0;       ///< misses for which the computation had to wait
-    double wait_seconds = 0;       ///< host time spent waiting for bytes
+    std::uint64_t steps = 0;      ///< layer calls
+    std::uint64_t hits = 0;       ///< experts found in the compute tier, counted once a layer call
+    std::uint64_t misses = 0;     ///< experts that were not there
+    std::uint64_t host_hits = 0;  ///< misses that the host tier had
+    std::uint64_t evictions = 0;  ///< experts that left the compute tier for another
+    std::uint64_t overflow = 0;   ///< misses computed straight from mapped host memory, without a slot
+    std::uint64_t waves = 0;      ///< times that slots of a running layer call had to be used again
+    std::uint64_t waits = 0;      ///< misses for which the computation had to wait
+    double wait_seconds = 0;      ///< host time spent waiting for bytes
     std::uint64_t bytes_from_host = 0;
     std::uint64_t bytes_from_files = 0;
 
@@ -34,10 +34,11 @@ struct store_report {
     friend std::ostream& operator<<(std::ostream& out, const store_report& r) {
         return out << "experts: " << r.hits << " hits, " << r.misses << " misses (" << 100 * r.hit_rate() << " % hits), " << r.evictions
                    << " evictions, " << r.overflow << " computed from host memory, " << r.waves << " further waves\n"
-                   << "bytes: " << to_string(bytes{r.bytes_from_host}) << " from the host tier, "
-                   << to_string(bytes{r.bytes_from_files}) << " from files\n"
-                   << "memory: " << r.slots << " slots of " << to_string(bytes{r.slot_bytes}) << " (" << to_string(bytes{r.device_peak_bytes})
-                   << "), host " << to_string(bytes{r.host_peak_bytes}) << " with " << r.host_slots << " slots\n";
+                   << "bytes: " << to_string(bytes{r.bytes_from_host}) << " from the host tier, " << to_string(bytes{r.bytes_from_files})
+                   << " from files\n"
+                   << "memory: " << r.slots << " slots of " << to_string(bytes{r.slot_bytes}) << " ("
+                   << to_string(bytes{r.device_peak_bytes}) << "), host " << to_string(bytes{r.host_peak_bytes}) << " with " << r.host_slots
+                   << " slots\n";
     }
 };
 

@@ -57,7 +57,7 @@ private:
         std::uint32_t count = 0;
         std::uint32_t slot = 0;
         std::int64_t host_slot = -1;
-        std::int64_t ticket = -1;  ///< of the read from files, if there is one
+        std::int64_t ticket = -1;   ///< of the read from files, if there is one
         std::int64_t arrival = -1;  ///< number of the event that says that its copy to the device is done
     };
 
@@ -142,7 +142,7 @@ private:
             }
         }
         if (reuses_host_slot && !store_.compute_.on_host()) {
-            store_.copies_->synchronize();  // steps before this one may still read the victims:
+            store_.copies_->synchronize();    // steps before this one may still read the victims:
             store_.computed_->synchronize();  // the copy engine, and kernels that computed in place
         }
         const std::int64_t host_ticket = start(to_host, on_host());
@@ -164,7 +164,8 @@ private:
     /// Starts the copy of a record that the host tier has. One ticket an expert, so that on a device its own event can follow it.
     void copy_from_host(item& i) {
         std::vector<transfer> one;
-        store_.from_memory(i.key, store_.host_slot(static_cast<std::uint32_t>(i.host_slot)), store_.host_tier_mapped_, store_.compute_slot(i.slot), one);
+        store_.from_memory(i.key, store_.host_slot(static_cast<std::uint32_t>(i.host_slot)), store_.host_tier_mapped_,
+                           store_.compute_slot(i.slot), one);
         i.ticket = start(one, store_.copy_place());
         if (!store_.compute_.on_host() && store_.host_tier_mapped_) {
             i.arrival = mark_arrival();  // already enqueued: pinned memory needs no thread

@@ -31,35 +31,11 @@ struct tensor_view {
 /// Tensors in one buffer of host or device memory, which it owns. Move-only.
 class loaded_tensors {
 public:
-    /// Room for all tensors of the list, which are ordered as they lie in the files. Nothing is loaded yet.
+    /// Room for all tensors of the list, in the order in which they lie in the files. Nothing is loaded yet.
     /// @throws out_of_memory; configuration_error for a name that is there twice
     loaded_tensors(const tensor_list& list, place where) : where_(where) {
-        std::vector<std::size_t> order(list.tensors.size());
-        std::iota(order.begin(), order.end(), std::size_t{0});
-        std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
-            const tensor_info& x = list.tensors[a];
-            const tensor_info& y = list.tensors[b];
-            return x.file != y.file ? x.file < y.file : x.offset < y.offset;
-        });
-        std::vector<std::uint64_t> offset(list.tensors.size());
-        for (const std::size_t i : order) {
-            offset[i] = bytes_;
-            bytes_ += round_up(list.tensors[i].bytes, placement_alignment);
-        }
-        std::byte* base = allocate();
-        for (const std::size_t i : order) {
-            const tensor_info& t = list.tensors[i];
-            const bool fresh = views_.emplace(t.name, tensor_view{t.type, t.shape, base + offset[i], t.bytes}).second;
-            if (!fresh) {
-                throw configuration_error("penstock: tensor \"" + t.name + "\" is twice in the list to be loaded");
-            }
-            transfer one;
-            one.file = t.file;
-            one.offset = t.offset;
-            one.bytes = t.bytes;
-            one.destination = base + offset[i];
-            transfers_.push_back(one);
-        }
+        make_transfers(list);
+        make_views(list);
     }
 
     /// @throws configuration_error naming the tensor that is not there
@@ -85,6 +61,49 @@ private:
     template <class, class, class, class>
     friend class basic_weight_stream;
 
+    /// For a stream, which makes the views while the bytes are on their way.
+    loaded_tensors() = default;
+
+    /// Places the tensors, allocates their memory and lists what is to be moved.
+    void make_transfers(const tensor_list& list) {
+        std::vector<std::uint32_t> order(list.tensors.size());
+        std::iota(order.begin(), order.end(), 0u);
+        const auto before = [&](std::uint32_t a, std::uint32_t b) {
+            const tensor_info& x = list.tensors[a];
+            const tensor_info& y = list.tensors[b];
+            return x.file != y.file ? x.file < y.file : x.offset < y.offset;
+        };
+        if (!std::is_sorted(order.begin(), order.end(), before)) {
+            std::stable_sort(order.begin(), order.end(), before);
+        }
+        offsets_.resize(order.size());
+        for (const std::uint32_t i : order) {
+            offsets_[i] = bytes_;
+            bytes_ += round_up(list.tensors[i].bytes, placement_alignment);
+        }
+        base_ = allocate();
+        transfers_.reserve(order.size());
+        for (const std::uint32_t i : order) {
+            const tensor_info& t = list.tensors[i];
+            transfer one;
+            one.file = t.file;
+            one.offset = t.offset;
+            one.bytes = t.bytes;
+            one.destination = base_ + offsets_[i];
+            transfers_.push_back(one);
+        }
+    }
+
+    void make_views(const tensor_list& list) {
+        for (std::size_t i = 0; i < list.tensors.size(); ++i) {
+            const tensor_info& t = list.tensors[i];
+            if (!views_.emplace(t.name, tensor_view{t.type, t.shape, base_ + offsets_[i], t.bytes}).second) {
+                throw configuration_error("penstock: tensor \"" + t.name + "\" is twice in the list to be loaded");
+            }
+        }
+        offsets_ = {};
+    }
+
     std::byte* allocate() {
         if (where_.on_host()) {
             host_ = detail::host_region<detail::cuda_pinning>(bytes_, {}, {});
@@ -100,7 +119,9 @@ private:
     detail::host_region<detail::cuda_pinning> host_;
     buffer<std::byte, memory::device> device_;
     std::map<std::string, tensor_view, std::less<>> views_;
-    std::vector<transfer> transfers_;  ///< of the load that fills the buffer; emptied by it
+    std::byte* base_ = nullptr;
+    std::vector<std::uint64_t> offsets_;  ///< in the buffer, by position in the list; emptied when the views are made
+    std::vector<transfer> transfers_;     ///< of the load that fills the buffer; emptied by it
     stream_report report_;
 };
 

@@ -135,6 +135,9 @@ private:
     /// Whether copies run by themselves after they are enqueued; from pageable memory they are made one at a time, the naive way.
     static constexpr bool copies_run_on = Memory::device_accessible;
 
+    /// A slot of less is filled before a copy in parts would gain anything.
+    static constexpr std::uint64_t worth_parts = std::uint64_t{1} << 20;
+
     /// Memory that a copy can be enqueued from as it lies needs no staging; what is on demand is enqueued without a change of thread.
     static route route_of(const load_state& load, const planned_chunk& c) noexcept {
         if (load.where.on_host()) {
@@ -149,6 +152,7 @@ private:
     void enqueue(const std::shared_ptr<load_state>& load) {
         {
             const std::lock_guard lock(mutex);
+            load->early_chunks = static_cast<std::uint32_t>(threads_.size());
             load->in_flight = 1;  // the calling thread: nobody may see the load as over before it is done
             queue_.push(load);
             if (load->chunks.empty()) {
@@ -234,7 +238,7 @@ private:
                 } else if (windowed) {
                     fetch(load, c, 0, std::span<std::byte>(slot->data, c.bytes), reads);
                 } else {
-                    through_staging(load, c, slot, reads);
+                    through_staging(load, c, slot, j.early, reads);
                 }
             });
         }
@@ -351,17 +355,27 @@ private:
         }
     }
 
-    /// A chunk larger than a slot goes slot by slot: `slot` is exchanged for the next free one on the way.
-    void through_staging(load_state& load, const planned_chunk& c, slot_type*& slot, std::uint64_t& reads) {
+    /// A chunk larger than a slot goes slot by slot: `slot` is exchanged for the next free one on the way. Readers that begin a load fill
+    /// their first slots at the same time, while the link is idle; so such a slot is copied by growing parts, the first after an eighth.
+    void through_staging(load_state& load, const planned_chunk& c, slot_type*& slot, bool early, std::uint64_t& reads) {
         for (std::uint64_t done = 0; done < c.bytes;) {
             if (done > 0) {
                 exchange(slot);
                 slot->copied.synchronize();
             }
             const std::uint64_t size = smaller<std::uint64_t>(slot_bytes_, c.bytes - done);
-            fetch(load, c, done, std::span<std::byte>(slot->data, size), reads);
-            copy(load.where, c.destination + done, slot->data, size, &slot->copied);
-            done += size;
+            if (early && done == 0 && size >= worth_parts) {
+                for (const std::uint64_t part : {size / 8, size / 8, size / 4}) {
+                    fetch(load, c, done, std::span<std::byte>(slot->data + done, part), reads);
+                    copy(load.where, c.destination + done, slot->data + done, part, &slot->copied);
+                    done += part;
+                }
+            }
+            const std::uint64_t in_slot = done % slot_bytes_;
+            const std::uint64_t rest = size - in_slot;
+            fetch(load, c, done, std::span<std::byte>(slot->data + in_slot, rest), reads);
+            copy(load.where, c.destination + done, slot->data + in_slot, rest, &slot->copied);
+            done += rest;
         }
     }
 

@@ -83,6 +83,7 @@ struct load_state {
     std::vector<std::uint32_t> untaken_left;  ///< by request: chunks that nobody has taken
     std::uint64_t untaken = 0;
     std::uint64_t untaken_staged = 0;  ///< of these, how many need a staging slot
+    std::uint32_t early_chunks = 0;  ///< how many of the next to be taken find the link idle
     std::uint64_t chunks_left = 0;
     std::uint64_t bytes_done = 0;
     std::uint64_t reads = 0;

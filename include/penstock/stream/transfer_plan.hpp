@@ -64,23 +64,30 @@ public:
         std::vector<std::uint32_t> request_of(transfers.size());
         std::vector<std::uint32_t> order;
         order.reserve(transfers.size());
+        bool in_order = true;  // as lists of neighbouring tensors are, of which there may be 100,000
         for (std::uint32_t i = 0; i < transfers.size(); ++i) {
             const transfer& t = transfers[i];
             check_range(t);
-            const auto [at, is_new] = number_of.try_emplace(t.request, static_cast<std::uint32_t>(requests_.size()));
-            if (is_new) {
-                requests_.push_back({{t.request, 0, t.level}, 0, 0});
+            if (i > 0 && t.request == transfers[i - 1].request) {
+                request_of[i] = request_of[i - 1];
+            } else {
+                const auto [at, is_new] = number_of.try_emplace(t.request, static_cast<std::uint32_t>(requests_.size()));
+                if (is_new) {
+                    requests_.push_back({{t.request, 0, t.level}, 0, 0});
+                }
+                request_of[i] = at->second;
             }
-            request_of[i] = at->second;
-            urgency& level = requests_[at->second].what.level;
+            urgency& level = requests_[request_of[i]].what.level;
             level = t.level < level ? t.level : level;
             if (t.bytes > 0) {
+                in_order = in_order && (order.empty() || !comes_before(transfers, request_of, i, order.back()));
                 order.push_back(i);
             }
         }
-        std::stable_sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) {
-            return request_of[a] != request_of[b] ? request_of[a] < request_of[b] : lies_before(transfers[a], transfers[b]);
-        });
+        if (!in_order) {
+            std::stable_sort(order.begin(), order.end(),
+                             [&](std::uint32_t a, std::uint32_t b) { return comes_before(transfers, request_of, a, b); });
+        }
         for (std::size_t i = 0; i < order.size();) {
             transfer run = transfers[order[i]];
             const std::uint32_t number = request_of[order[i]];
@@ -134,6 +141,10 @@ private:
             throw configuration_error("penstock: a transfer of " + std::to_string(t.bytes) + " bytes at offset " + std::to_string(t.offset) +
                                       " (request " + std::to_string(t.request) + ") reaches beyond the last byte of a file");
         }
+    }
+
+    static bool comes_before(std::span<const transfer> t, const std::vector<std::uint32_t>& request_of, std::uint32_t a, std::uint32_t b) noexcept {
+        return request_of[a] != request_of[b] ? request_of[a] < request_of[b] : lies_before(t[a], t[b]);
     }
 
     static bool lies_before(const transfer& a, const transfer& b) noexcept {

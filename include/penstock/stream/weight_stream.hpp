@@ -111,6 +111,54 @@ public:
     /// load runs any more when it throws. To a device, the callback counts chunks whose copies are enqueued, at most the staging ahead of
     /// what has arrived, and bytes == total is told when all have arrived. @throws what start() and ticket::wait() throw
     stream_report run(std::span<const transfer> transfers, byte_source& source, place where, progress_callback callback = {}, std::stop_token stop = {}) {
+        return run_beside(transfers, source, where, std::move(callback), std::move(stop), [] {});
+    }
+
+    /// Loads tensors into one new buffer at `where`; without a stream, on one of its own. Returns when they are there. How the files are
+    /// read is chosen by what is found and by `how` (see chosen_source); for several loads of the same bytes, make one chosen_source and pass
+    /// it to each. The files are held against the list first.
+    /// @throws io_error for a file that is missing or too short, and what run() throws; nothing is kept then
+    [[nodiscard]] loaded_tensors load(const tensor_list& list, place where, progress_callback callback = {}, std::stop_token stop = {},
+                                      source_options how = {}) {
+        chosen_source files(list.files, how);
+        return load(list, files, where, std::move(callback), std::move(stop));
+    }
+
+    /// The same from a source of the caller's, which has the list's files by the same numbers.
+    [[nodiscard]] loaded_tensors load(const tensor_list& list, byte_source& files, place where, progress_callback callback = {},
+                                      std::stop_token stop = {}) {
+        std::vector<std::uint64_t> sizes(list.files.size(), not_asked);
+        for (const tensor_info& t : list.tensors) {
+            const bool known = t.file < sizes.size() && sizes[t.file] != not_asked;
+            const std::uint64_t size = known ? sizes[t.file] : files.size(t.file);
+            if (t.file < sizes.size()) {
+                sizes[t.file] = size;
+            }
+            if (t.bytes > size || t.offset > size - t.bytes) {
+                throw io_error(files.name(t.file) + ": tensor \"" + t.name + "\" ends at byte " + std::to_string(t.offset + t.bytes) +
+                               " of the file, which holds " + std::to_string(size));
+            }
+        }
+        if (!where.on_host()) {
+            require_device(where.device, "weight_stream");
+        }
+        loaded_tensors tensors;
+        tensors.where_ = where;
+        tensors.make_transfers(list);
+        std::optional<stream> own;
+        if (!where.on_host() && where.stream == nullptr) {
+            where.stream = own.emplace(where.device).get();
+        }
+        tensors.report_ = run_beside(tensors.transfers_, files, where, std::move(callback), std::move(stop), [&] { tensors.make_views(list); });
+        tensors.transfers_ = {};
+        return tensors;
+    }
+
+private:
+    /// run(), with work for the calling thread while the bytes are on their way. What it throws ends the load.
+    template <class Work>
+    stream_report run_beside(std::span<const transfer> transfers, byte_source& source, place where, progress_callback callback, std::stop_token stop,
+                             Work&& work) {
         const auto started = std::chrono::steady_clock::now();
         progress_callback before_the_end;
         if (callback && !where.on_host()) {
@@ -122,8 +170,10 @@ public:
         }
         ticket load = start(transfers, source, where, where.on_host() ? callback : before_the_end, std::move(stop));
         try {
+            work();
             load.wait();
         } catch (...) {
+            load = {};  // no copy is enqueued after this
             if (!where.on_host() && cudaStreamSynchronize(where.stream) != cudaSuccess && detail::cuda_usable()) {
                 static_cast<void>(cudaGetLastError());
             }
@@ -141,39 +191,8 @@ public:
         return report;
     }
 
-    /// Loads tensors into one new buffer at `where`; without a stream, on one of its own. Returns when they are there. How the files are
-    /// read is chosen by what is found and by `how` (see chosen_source); for several loads of the same bytes, make one chosen_source and pass
-    /// it to each. The files are held against the list first.
-    /// @throws io_error for a file that is missing or too short, and what run() throws; nothing is kept then
-    [[nodiscard]] loaded_tensors load(const tensor_list& list, place where, progress_callback callback = {}, std::stop_token stop = {},
-                                      source_options how = {}) {
-        chosen_source files(list.files, how);
-        return load(list, files, where, std::move(callback), std::move(stop));
-    }
+    static constexpr std::uint64_t not_asked = byte_source::unknown_size - 1;
 
-    /// The same from a source of the caller's, which has the list's files by the same numbers.
-    [[nodiscard]] loaded_tensors load(const tensor_list& list, byte_source& files, place where, progress_callback callback = {},
-                                      std::stop_token stop = {}) {
-        for (const tensor_info& t : list.tensors) {
-            if (const std::uint64_t size = files.size(t.file); t.bytes > size || t.offset > size - t.bytes) {
-                throw io_error(files.name(t.file) + ": tensor \"" + t.name + "\" ends at byte " + std::to_string(t.offset + t.bytes) +
-                               " of the file, which holds " + std::to_string(size));
-            }
-        }
-        if (!where.on_host()) {
-            require_device(where.device, "weight_stream");
-        }
-        loaded_tensors tensors(list, where);
-        std::optional<stream> own;
-        if (!where.on_host() && where.stream == nullptr) {
-            where.stream = own.emplace(where.device).get();
-        }
-        tensors.report_ = run(tensors.transfers_, files, where, std::move(callback), std::move(stop));
-        tensors.transfers_ = {};
-        return tensors;
-    }
-
-private:
     using engine = detail::stream_engine<Memory, Scheduler>;
 
     /// Slot size for a chunking that has no size of its own (whole, rows): its chunks pass through staging slot by slot.

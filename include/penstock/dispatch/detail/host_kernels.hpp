@@ -59,11 +59,10 @@ struct host_kernels {
     /// out[r] = runs[r] . x, for r < 4
     std::array<dot_function, host_kinds> dot_four;
     /// out[t * out_stride + r] = (decoded row at w + r * w_stride) . x[t], for r < rows and t < tokens.
-    void (*dot_tile)(const float* w, std::size_t w_stride, std::uint32_t rows, const float* const* x, std::uint32_t tokens,
-                     std::uint32_t n, float* out, std::size_t out_stride);
+    void (*dot_tile)(const float* w, std::size_t w_stride, std::uint32_t rows, const float* const* x, std::uint32_t tokens, std::uint32_t n,
+                     float* out, std::size_t out_stride);
     /// sums[i] += w[i] * factors[0], then += w[w_stride + i] * factors[1], and so on for `columns` columns; i < n. @pre columns <= 4
-    void (*add_columns)(const float* w, std::size_t w_stride, const float* factors, std::uint32_t columns, std::uint32_t n,
-                        float* sums);
+    void (*add_columns)(const float* w, std::size_t w_stride, const float* factors, std::uint32_t columns, std::uint32_t n, float* sums);
     /// out[i] = bf16 element 2 * i, for i < n.
     void (*decode_every_second_bf16)(const std::byte* data, std::uint32_t n, float* out);
 };
@@ -93,8 +92,8 @@ inline float dot(const float* w, const float* x, std::uint32_t n) {
     return ((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7]));
 }
 
-inline void dot_tile(const float* w, std::size_t w_stride, std::uint32_t rows, const float* const* x, std::uint32_t tokens,
-                     std::uint32_t n, float* out, std::size_t out_stride) {
+inline void dot_tile(const float* w, std::size_t w_stride, std::uint32_t rows, const float* const* x, std::uint32_t tokens, std::uint32_t n,
+                     float* out, std::size_t out_stride) {
     for (std::uint32_t r = 0; r < rows; ++r) {
         for (std::uint32_t t = 0; t < tokens; ++t) {
             out[t * out_stride + r] = dot(w + r * w_stride, x[t], n);
@@ -126,8 +125,7 @@ void dot_rows(const stored_run* runs, std::uint32_t n, const float* x, float* ou
     }
 }
 
-inline void add_columns(const float* w, std::size_t w_stride, const float* factors, std::uint32_t columns, std::uint32_t n,
-                        float* sums) {
+inline void add_columns(const float* w, std::size_t w_stride, const float* factors, std::uint32_t columns, std::uint32_t n, float* sums) {
     for (std::uint32_t c = 0; c < columns; ++c) {
         for (std::uint32_t i = 0; i < n; ++i) {
             sums[i] += w[c * w_stride + i] * factors[c];
@@ -143,8 +141,7 @@ inline void decode_every_second_bf16(const std::byte* data, std::uint32_t n, flo
 
 template <class... Formats>
 constexpr host_kernels table() {
-    return {{decode<Formats>...}, {dot_rows<Formats, 1>...}, {dot_rows<Formats, 4>...}, dot_tile,
-            add_columns,          decode_every_second_bf16};
+    return {{decode<Formats>...}, {dot_rows<Formats, 1>...}, {dot_rows<Formats, 4>...}, dot_tile, add_columns, decode_every_second_bf16};
 }
 
 inline constexpr host_kernels kernels = table<format::f32, format::bf16, format::f16, format::fp8_block128, format::mxfp4>();

@@ -30,9 +30,7 @@ struct pair {
 [[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline lanes load_lanes(const float* from) { return _mm256_loadu_ps(from); }
 [[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline void store_lanes(float* to, lanes v) { _mm256_storeu_ps(to, v); }
 [[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline lanes multiply(lanes a, lanes b) { return _mm256_mul_ps(a, b); }
-[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline lanes fma(lanes a, lanes b, lanes sum) {
-    return _mm256_fmadd_ps(a, b, sum);
-}
+[[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline lanes fma(lanes a, lanes b, lanes sum) { return _mm256_fmadd_ps(a, b, sum); }
 
 [[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline lanes load_even_bf16(const std::byte* data) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(data)), 16));
@@ -158,8 +156,8 @@ template <class Format>
 }
 
 template <class Format, std::size_t... R>
-[[gnu::target("avx2,fma,f16c")]] void dot_rows_of(std::index_sequence<R...>, const stored_run* runs, std::uint32_t n,
-                                                  const float* x, float* out) {
+[[gnu::target("avx2,fma,f16c")]] void dot_rows_of(std::index_sequence<R...>, const stored_run* runs, std::uint32_t n, const float* x,
+                                                  float* out) {
     const std::uint32_t whole = n / step * step;
     const std::byte* const data[] = {runs[R].data...};
     // The rows that the next call will want: a row is too short for the hardware to find its stride in time.
@@ -223,8 +221,8 @@ void dot_some(const float* w, std::size_t w_stride, const float* const* x, std::
     }
 }
 
-inline void dot_tile(const float* w, std::size_t w_stride, std::uint32_t rows, const float* const* x, std::uint32_t tokens,
-                     std::uint32_t n, float* out, std::size_t out_stride) {
+inline void dot_tile(const float* w, std::size_t w_stride, std::uint32_t rows, const float* const* x, std::uint32_t tokens, std::uint32_t n,
+                     float* out, std::size_t out_stride) {
     std::uint32_t r = 0;
     for (; r + 2 <= rows; r += 2) {
         dot_some<2, 2>(w + r * w_stride, w_stride, x, tokens, n, out + r, out_stride);
@@ -235,8 +233,8 @@ inline void dot_tile(const float* w, std::size_t w_stride, std::uint32_t rows, c
 }
 
 template <std::size_t... C>
-[[gnu::target("avx2,fma,f16c")]] void add_columns_of(std::index_sequence<C...>, const float* w, std::size_t w_stride,
-                                                     const float* factors, std::uint32_t n, float* sums) {
+[[gnu::target("avx2,fma,f16c")]] void add_columns_of(std::index_sequence<C...>, const float* w, std::size_t w_stride, const float* factors,
+                                                     std::uint32_t n, float* sums) {
     const lanes factor[] = {broadcast(factors[C])...};
     std::uint32_t i = 0;
     for (; i + half <= n; i += half) {
@@ -251,8 +249,7 @@ template <std::size_t... C>
     }
 }
 
-inline void add_columns(const float* w, std::size_t w_stride, const float* factors, std::uint32_t columns, std::uint32_t n,
-                        float* sums) {
+inline void add_columns(const float* w, std::size_t w_stride, const float* factors, std::uint32_t columns, std::uint32_t n, float* sums) {
     if (columns == 4) {
         add_columns_of(std::make_index_sequence<4>(), w, w_stride, factors, n, sums);
         return;
@@ -272,8 +269,7 @@ inline void add_columns(const float* w, std::size_t w_stride, const float* facto
 
 template <class... Formats>
 constexpr host_kernels table() {
-    return {{decode<Formats>...}, {dot_rows<Formats, 1>...}, {dot_rows<Formats, 4>...}, dot_tile,
-            add_columns,          decode_every_second_bf16};
+    return {{decode<Formats>...}, {dot_rows<Formats, 1>...}, {dot_rows<Formats, 4>...}, dot_tile, add_columns, decode_every_second_bf16};
 }
 
 inline constexpr host_kernels kernels = table<format::f32, format::bf16, format::f16, format::fp8_block128, format::mxfp4>();

@@ -26,9 +26,7 @@ struct pair {
 };
 
 [[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline lanes zero_lanes() { return _mm512_setzero_ps(); }
-[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline lanes broadcast(float value) {
-    return _mm512_set1_ps(value);
-}
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline lanes broadcast(float value) { return _mm512_set1_ps(value); }
 [[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline lanes load_lanes(const float* from) {
     return _mm512_loadu_ps(from);
 }
@@ -80,8 +78,7 @@ template <class Format>
         return {widen_bf16(p), widen_bf16(p + 1)};
     } else if constexpr (Format::kind == weight_kind::f16) {
         const auto* p = reinterpret_cast<const __m256i*>(data + 2 * std::uint64_t{i});
-        return {_mm512_maskz_cvtph_ps(all_lanes, _mm256_loadu_si256(p)),
-                _mm512_maskz_cvtph_ps(all_lanes, _mm256_loadu_si256(p + 1))};
+        return {_mm512_maskz_cvtph_ps(all_lanes, _mm256_loadu_si256(p)), _mm512_maskz_cvtph_ps(all_lanes, _mm256_loadu_si256(p + 1))};
     } else if constexpr (Format::kind == weight_kind::fp8_block128) {
         // E4M3 moved into an f16 is the value / 256, subnormals too; block_factor makes up for it. The NaN pattern becomes one of f16.
         const __m512i v = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(data + i)));
@@ -114,8 +111,7 @@ template <class Format>
 }
 
 /// The last columns, fewer than `step`, and zeros after them.
-[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline pair load_tail(const float* from,
-                                                                                            std::uint32_t count) {
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline pair load_tail(const float* from, std::uint32_t count) {
     float padded[step]{};
     for (std::uint32_t i = 0; i < count; ++i) {
         padded[i] = from[i];
@@ -149,8 +145,8 @@ template <class Format>
 
 /// `load`, scaled where the format has scales.
 template <class Format>
-[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline pair load_scaled(const std::byte* data,
-                                                                                              std::uint32_t i, lanes factor) {
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline pair load_scaled(const std::byte* data, std::uint32_t i,
+                                                                                              lanes factor) {
     pair w = load<Format>(data, i);
     if constexpr (block_columns<Format> != block_columns<void>) {
         w = {multiply(w.low, factor), multiply(w.high, factor)};
@@ -178,14 +174,13 @@ template <class Format>
 // Indices come as packs where arrays should become registers: compilers do not unroll a loop at -O2.
 
 /// Asks for the bytes `distance` after `from`, which need not exist.
-[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline void ask_for(const std::byte* from,
-                                                                                          std::uintptr_t distance) {
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c"), gnu::always_inline]] inline void ask_for(const std::byte* from, std::uintptr_t distance) {
     _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(from) + distance), _MM_HINT_T0);
 }
 
 template <class Format, std::size_t... R>
-[[gnu::target("avx512f,avx512bw,avx2,fma,f16c")]] void dot_rows_of(std::index_sequence<R...>, const stored_run* runs,
-                                                                   std::uint32_t n, const float* x, float* out) {
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c")]] void dot_rows_of(std::index_sequence<R...>, const stored_run* runs, std::uint32_t n,
+                                                                   const float* x, float* out) {
     const std::uint32_t whole = n / step * step;
     const std::byte* const data[] = {runs[R].data...};
     // The rows that the next call will want: a row is too short for the hardware to find its stride in time.
@@ -218,9 +213,9 @@ void dot_rows(const stored_run* runs, std::uint32_t n, const float* x, float* ou
 
 /// `P` counts the pairs of a row and a token, rows first.
 template <std::size_t... R, std::size_t... P>
-[[gnu::target("avx512f,avx512bw,avx2,fma,f16c")]] void dot_tile_of(std::index_sequence<R...>, std::index_sequence<P...>,
-                                                                   const float* w, std::size_t w_stride, const float* const* x,
-                                                                   std::uint32_t n, float* out, std::size_t out_stride) {
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c")]] void dot_tile_of(std::index_sequence<R...>, std::index_sequence<P...>, const float* w,
+                                                                   std::size_t w_stride, const float* const* x, std::uint32_t n, float* out,
+                                                                   std::size_t out_stride) {
     constexpr std::size_t rows = sizeof...(R);
     const std::uint32_t whole = n / step * step;
     pair sums[] = {(static_cast<void>(P), zero())...};
@@ -249,8 +244,8 @@ void dot_some(const float* w, std::size_t w_stride, const float* const* x, std::
     }
 }
 
-inline void dot_tile(const float* w, std::size_t w_stride, std::uint32_t rows, const float* const* x, std::uint32_t tokens,
-                     std::uint32_t n, float* out, std::size_t out_stride) {
+inline void dot_tile(const float* w, std::size_t w_stride, std::uint32_t rows, const float* const* x, std::uint32_t tokens, std::uint32_t n,
+                     float* out, std::size_t out_stride) {
     std::uint32_t r = 0;
     for (; r + 4 <= rows; r += 4) {
         dot_some<4, 2>(w + r * w_stride, w_stride, x, tokens, n, out + r, out_stride);
@@ -261,9 +256,8 @@ inline void dot_tile(const float* w, std::size_t w_stride, std::uint32_t rows, c
 }
 
 template <std::size_t... C>
-[[gnu::target("avx512f,avx512bw,avx2,fma,f16c")]] void add_columns_of(std::index_sequence<C...>, const float* w,
-                                                                      std::size_t w_stride, const float* factors, std::uint32_t n,
-                                                                      float* sums) {
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c")]] void add_columns_of(std::index_sequence<C...>, const float* w, std::size_t w_stride,
+                                                                      const float* factors, std::uint32_t n, float* sums) {
     const lanes factor[] = {broadcast(factors[C])...};
     std::uint32_t i = 0;
     for (; i + half <= n; i += half) {
@@ -278,8 +272,7 @@ template <std::size_t... C>
     }
 }
 
-inline void add_columns(const float* w, std::size_t w_stride, const float* factors, std::uint32_t columns, std::uint32_t n,
-                        float* sums) {
+inline void add_columns(const float* w, std::size_t w_stride, const float* factors, std::uint32_t columns, std::uint32_t n, float* sums) {
     if (columns == 4) {
         add_columns_of(std::make_index_sequence<4>(), w, w_stride, factors, n, sums);
         return;
@@ -289,8 +282,7 @@ inline void add_columns(const float* w, std::size_t w_stride, const float* facto
     }
 }
 
-[[gnu::target("avx512f,avx512bw,avx2,fma,f16c")]] inline void decode_every_second_bf16(const std::byte* data, std::uint32_t n,
-                                                                                       float* out) {
+[[gnu::target("avx512f,avx512bw,avx2,fma,f16c")]] inline void decode_every_second_bf16(const std::byte* data, std::uint32_t n, float* out) {
     std::uint32_t i = 0;
     for (; i + half < n; i += half) {  // not to n itself: the last load would reach past the last element
         store_lanes(out + i, load_even_bf16(data + 4 * std::uint64_t{i}));
@@ -300,8 +292,7 @@ inline void add_columns(const float* w, std::size_t w_stride, const float* facto
 
 template <class... Formats>
 constexpr host_kernels table() {
-    return {{decode<Formats>...}, {dot_rows<Formats, 1>...}, {dot_rows<Formats, 4>...}, dot_tile,
-            add_columns,          decode_every_second_bf16};
+    return {{decode<Formats>...}, {dot_rows<Formats, 1>...}, {dot_rows<Formats, 4>...}, dot_tile, add_columns, decode_every_second_bf16};
 }
 
 inline constexpr host_kernels kernels = table<format::f32, format::bf16, format::f16, format::fp8_block128, format::mxfp4>();

@@ -55,8 +55,7 @@ enum class host_walk : std::uint8_t { rows, columns, singly };
     return kind == weight_kind::f32 ? 32 : kind == weight_kind::fp8_block128 ? 8 : kind == weight_kind::mxfp4 ? 4 : 16;
 }
 
-[[nodiscard]] inline stored_run run_of_row(weight_kind kind, const matrix_layout& m, const std::byte* record,
-                                           std::uint32_t r) noexcept {
+[[nodiscard]] inline stored_run run_of_row(weight_kind kind, const matrix_layout& m, const std::byte* record, std::uint32_t r) noexcept {
     stored_run run{record + m.offset + r * m.row_stride * bits_of(kind) / 8, nullptr};
     const std::uint64_t scale_row = static_cast<std::uint64_t>(r) * m.scale_row_step + m.scale_row0;
     if (kind == weight_kind::fp8_block128) {
@@ -77,8 +76,8 @@ struct host_matrix {
 
 /// out[t * stride + i] = row (first + i) . x[t], for i < rows and t < tokens. The bits of each depend on its row and its x alone.
 /// @pre tokens <= host_tokens; for a matrix walked by columns rows <= host_strip
-inline void multiply(const host_matrix& matrix, std::uint32_t first, std::uint32_t rows, const float* const* x,
-                     std::uint32_t tokens, float* out, std::size_t stride, host_scratch& scratch) {
+inline void multiply(const host_matrix& matrix, std::uint32_t first, std::uint32_t rows, const float* const* x, std::uint32_t tokens,
+                     float* out, std::size_t stride, host_scratch& scratch) {
     const host_kernels& k = *matrix.kernels;
     const matrix_layout& m = *matrix.layout;
     const auto kind = static_cast<std::size_t>(matrix.kind);

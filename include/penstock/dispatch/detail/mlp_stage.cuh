@@ -38,8 +38,8 @@ struct mlp_stage {
     mlp_side b;
     std::uint32_t row_pairs;  ///< rows of a; b has as many or one less
     std::uint32_t cols;
-    std::uint32_t tiles;   ///< blocks that share a work
-    std::uint32_t groups;  ///< rows_by_vector: row groups that a warp computes, one after another
+    std::uint32_t tiles;    ///< blocks that share a work
+    std::uint32_t groups;   ///< rows_by_vector: row groups that a warp computes, one after another
     std::uint32_t segment;  ///< rows_by_vector: steps of 32 vectors for which the inputs are in shared memory at a time
     std::uint32_t divisor;
     const std::int32_t* rows;

@@ -13,8 +13,9 @@ namespace penstock::inline v0_1::detail {
 
 /// A warp computes one row pair for up to 8 tokens at once, its lanes take columns in turn. Any strides.
 template <class Format>
-__global__ __launch_bounds__(row_warps * 32) __attribute__((visibility("hidden"))) void rows_by_element(
-    const __grid_constant__ mlp_stage s, const __grid_constant__ mlp_works works) {
+__global__ __launch_bounds__(row_warps * 32)
+    __attribute__((visibility("hidden"))) void rows_by_element(const __grid_constant__ mlp_stage s,
+                                                               const __grid_constant__ mlp_works works) {
     constexpr int slots = 8;
     const mlp_work work = works.of[blockIdx.x / s.tiles];
     const std::uint32_t lane = threadIdx.x % 32;

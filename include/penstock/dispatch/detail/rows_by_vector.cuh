@@ -41,7 +41,7 @@ template <class Format, int Slots>
 __device__ void fill_inputs(const mlp_stage& s, const mlp_work& work, std::uint32_t token0, std::uint32_t begin, std::uint32_t steps,
                             float4* inputs) {
     constexpr std::uint32_t vector = decoder<Format>::per_vector;
-    constexpr std::uint32_t per_step = 8 * vector;  // float4
+    constexpr std::uint32_t per_step = 8 * vector;                             // float4
     const bool aligned = reinterpret_cast<std::uintptr_t>(s.input) % 16 == 0;  // rows are: the path asks that 4 divides cols
     for (std::uint32_t slot = 0; slot < Slots; ++slot) {
         const bool present = token0 + slot < work.count;
@@ -92,8 +92,9 @@ __device__ void add_vector(const uint4 (&weights)[Rows], const float4* inputs, s
 /// A warp computes `pairs` row pairs for up to `Slots` tokens at once. @pre Both sides: col_stride 1, rows start at multiples of 16 bytes
 /// and hold whole vectors. Dynamic shared memory: Slots * segment * 32 * per_vector floats.
 template <class Format, int Slots>
-__global__ __launch_bounds__(row_warps * 32, vector_shape<Format, Slots>::blocks_per_sm) __attribute__((visibility("hidden"))) void
-rows_by_vector(const __grid_constant__ mlp_stage s, const __grid_constant__ mlp_works works) {
+__global__ __launch_bounds__(row_warps * 32, vector_shape<Format, Slots>::blocks_per_sm)
+    __attribute__((visibility("hidden"))) void rows_by_vector(const __grid_constant__ mlp_stage s,
+                                                              const __grid_constant__ mlp_works works) {
     using decode = decoder<Format>;
     constexpr int pairs = vector_shape<Format, Slots>::pairs;
     constexpr int unroll = vector_shape<Format, Slots>::unroll;

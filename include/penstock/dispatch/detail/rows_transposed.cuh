@@ -62,8 +62,9 @@ struct element_words<4> {
 /// A block computes 64 row pairs, two a lane; its warps take batches of columns in turn, and their sums are added in the order of the
 /// warps. For matrices whose rows are next to each other in memory (row_stride 1 or 2).
 template <class Format, int Slots>
-__global__ __launch_bounds__(transposed_warps * 32) __attribute__((visibility("hidden"))) void rows_transposed(
-    const __grid_constant__ mlp_stage s, const __grid_constant__ mlp_works works, transposed_loads how) {
+__global__ __launch_bounds__(transposed_warps * 32)
+    __attribute__((visibility("hidden"))) void rows_transposed(const __grid_constant__ mlp_stage s, const __grid_constant__ mlp_works works,
+                                                               transposed_loads how) {
     using decode = decoder<Format>;
     using element = typename decode::element;
     using words = element_words<sizeof(element)>;
@@ -138,8 +139,8 @@ __global__ __launch_bounds__(transposed_warps * 32) __attribute__((visibility("h
 #pragma unroll
             for (std::uint32_t i = 0; i < columns; ++i) {
                 if (c0 + i < s.cols) {
-                    float w[4] = {decode::one(words::first(in_a[i])), decode::one(words::second(in_a[i])), decode::one(words::first(in_b[i])),
-                                  decode::one(words::second(in_b[i]))};
+                    float w[4] = {decode::one(words::first(in_a[i])), decode::one(words::second(in_a[i])),
+                                  decode::one(words::first(in_b[i])), decode::one(words::second(in_b[i]))};
                     if constexpr (decode::scaled) {
 #pragma unroll
                         for (int j = 0; j < 4; ++j) {
