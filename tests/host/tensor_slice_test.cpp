@@ -296,7 +296,7 @@ TEST_CASE("one expert, of its own tensors or of a stack") {
     REQUIRE(stacked.tensors.size() == 2);
     CHECK(stacked.tensors[0].shape == list{4, 8});
     CHECK(stacked.tensors[1].shape == list{4});
-    const tensor_info& stack = named(model.all, texts{"model.layers.2.mlp.experts.gate_up_proj"}).tensors[0];
+    const tensor_info stack = named(model.all, texts{"model.layers.2.mlp.experts.gate_up_proj"}).tensors[0];
     CHECK(stacked.tensors[0].offset == stack.offset + 2 * stack.bytes / 3);
     model.check(stacked);
     CHECK(names(one_expert(model.all, "block.0.mlp", 1)) == texts{"block.0.mlp.mlp1_weight"});
