@@ -213,6 +213,56 @@ TEST_CASE("transfers are turned into copies from locked memory piece by piece, a
     CHECK(detail::taken_in_place(list, nothing).empty());
 }
 
+namespace {
+
+/// Counts what it is asked, and has every second piece of 1000 bytes in place.
+struct every_second_piece final : byte_source {
+    explicit every_second_piece(std::uint64_t size) : data(size) {
+        for (std::uint64_t i = 0; i < size; ++i) {
+            data[i] = pattern(i);
+        }
+    }
+    void read(std::uint32_t, std::uint64_t offset, std::span<std::byte> into) override { std::copy_n(data.data() + offset, into.size(), into.data()); }
+    [[nodiscard]] std::string name(std::uint32_t) const override { return "pieces"; }
+    [[nodiscard]] bytes_in_place in_place(std::uint32_t, std::uint64_t offset, std::uint64_t) override {
+        ++asked;
+        const std::uint64_t piece = offset / 1000;
+        return {piece % 2 == 1 ? data.data() + offset : nullptr, (piece + 1) * 1000 - offset, data.data() + piece};
+    }
+    std::vector<std::byte> data;
+    int asked = 0;
+};
+
+}  // namespace
+
+TEST_CASE("a source is asked once for neighbours, and its pieces need not fit the transfers") {
+    every_second_piece source(20'000);
+    std::vector<std::byte> to(20'000);
+    std::vector<transfer> list;
+    for (std::uint64_t at = 0; at < 9'900; at += 33) {
+        list.push_back(from_file(at, std::span(to).subspan(at, 33)));
+    }
+    list.push_back(from_file(10'500, std::span(to).subspan(10'500, 9'000)));
+    list.push_back(from_file(0, std::span(to).subspan(0, 10)));  // back to the start
+    const std::vector<transfer> result = detail::taken_in_place(list, source);
+    CHECK(source.asked == 10 + 10 + 1);
+    std::vector<int> times(20'000, 0);
+    for (const transfer& t : result) {
+        CHECK((t.memory != nullptr) == (t.offset / 1000 % 2 == 1));
+        CHECK(t.offset / 1000 == (t.offset + t.bytes - 1) / 1000);
+        CHECK(t.destination == to.data() + t.offset);
+        if (t.memory != nullptr) {
+            CHECK(t.memory == source.data.data() + t.offset);
+        }
+        for (std::uint64_t i = 0; i < t.bytes; ++i) {
+            ++times[t.offset + i];
+        }
+    }
+    for (std::uint64_t i = 0; i < 20'000; ++i) {
+        CHECK(times[i] == (i < 10 ? 2 : i < 9'900 || (i >= 10'500 && i < 19'500) ? 1 : 0));
+    }
+}
+
 TEST_CASE("load chooses by itself, says what it chose, and takes a source of the caller's") {
     const temporary_directory dir;
     tensor_list list;

@@ -100,36 +100,60 @@ using chosen_source = basic_chosen_source<detail::cuda_locking>;
 namespace detail {
 
 /// The transfers, those whose bytes the source has in locked memory turned into copies from there, piece by piece. Empty if there are none.
+/// The source is asked once for transfers that follow one another in a file.
 inline std::vector<transfer> taken_in_place(std::span<const transfer> transfers, byte_source& source) {
     std::vector<transfer> result;
     bool any = false;
+    bytes_in_place there;
+    std::uint32_t file = 0;
+    std::uint64_t begin = 0, end = 0;  // what `there` holds for
+    std::uint64_t run_end = 0;         // of the transfers that follow one another
     for (std::size_t i = 0; i < transfers.size(); ++i) {
         const transfer& t = transfers[i];
-        std::uint64_t done = 0;
-        while (t.memory == nullptr && done < t.bytes) {
-            const bytes_in_place there = source.in_place(t.file, t.offset + done, t.bytes - done);
+        if (t.memory != nullptr || t.bytes == 0) {
+            if (any) {
+                result.push_back(t);
+            }
+            continue;
+        }
+        for (std::uint64_t done = 0; done < t.bytes;) {
+            const std::uint64_t at = t.offset + done;
+            if (t.file != file || at < begin || at >= end) {
+                if (t.file != file || at < begin || at >= run_end) {
+                    run_end = t.offset + t.bytes;
+                    for (std::size_t j = i + 1; j < transfers.size() && transfers[j].memory == nullptr && transfers[j].file == t.file &&
+                                                transfers[j].offset == run_end;
+                         ++j) {
+                        run_end += transfers[j].bytes;
+                    }
+                }
+                there = source.in_place(t.file, at, run_end - at);
+                file = t.file;
+                begin = at;
+                end = there.bytes == 0 ? run_end : smaller(at + there.bytes, run_end);
+            }
             if (!any && there.data != nullptr) {
-                result.assign(transfers.begin(), transfers.begin() + static_cast<std::ptrdiff_t>(i));
                 any = true;
+                result.reserve(transfers.size());
+                result.assign(transfers.begin(), transfers.begin() + static_cast<std::ptrdiff_t>(i));
                 if (done > 0) {
                     result.push_back(t);
                     result.back().bytes = done;
                 }
             }
             transfer part = t;
-            part.offset += done;
-            part.bytes = there.bytes == 0 ? t.bytes - done : smaller(there.bytes, t.bytes - done);
+            part.offset = at;
+            part.bytes = smaller(end - at, t.bytes - done);
             part.destination += done;
-            part.memory = there.data;
-            part.memory_is_pinned = there.data != nullptr;
-            part.lock = there.data != nullptr ? there.lock : nullptr;
+            if (there.data != nullptr) {
+                part.memory = there.data + (at - begin);
+                part.memory_is_pinned = true;
+                part.lock = there.lock;
+            }
             done += part.bytes;
             if (any) {
                 result.push_back(part);
             }
-        }
-        if (any && done == 0) {
-            result.push_back(t);
         }
     }
     return result;
