@@ -110,7 +110,8 @@ TEST_CASE("a mapping gives the file's bytes where they lie, piece by piece, and 
         std::vector<std::byte> to(1000);
         files.read(0, 4 * mib - 500, to);
         CHECK(holds(to, 4 * mib - 500));
-        CHECK_THROWS_WITH_AS(files.read(0, 5 * mib, to), doctest::Contains("1000 bytes were wanted at offset 5242880, 17 were got"), io_error);
+        CHECK_THROWS_WITH_AS(files.read(0, 5 * mib, to), doctest::Contains("1000 bytes were wanted at offset 5242880, 17 were got"),
+                             io_error);
         CHECK_THROWS_AS(static_cast<void>(files.in_place(2, 0, 1)), configuration_error);
         CHECK_THROWS_AS(source({}, {.segment_bytes = 3 * mib}, locking{&b}), configuration_error);
     }
@@ -156,7 +157,10 @@ TEST_CASE("a mapping steps down: plain locks, smaller pieces, reads") {
                 done += part.bytes;
             }
             CHECK(in_place == 48 * mib);
-            CHECK(files.condition(0).find("registered mapping (registered, read-only); in part pread (registered mapping refused: pageable (cudaHostRegister") == 0);
+            CHECK(
+                files.condition(0).find(
+                    "registered mapping (registered, read-only); in part pread (registered mapping refused: pageable (cudaHostRegister") ==
+                0);
         }
         CHECK(b.locked.empty());
     }
@@ -202,7 +206,8 @@ TEST_CASE("kernels are given aligned, locked bytes or a refusal by name") {
     books b;
     source files({path}, {.segment_bytes = mib}, locking{&b});
     CHECK(holds({files.pinned(0, 16, 2 * mib), 2 * mib}, 16));
-    CHECK_THROWS_WITH_AS(static_cast<void>(files.pinned(0, 8, 100)), doctest::Contains("offset 8 cannot be used in place"), configuration_error);
+    CHECK_THROWS_WITH_AS(static_cast<void>(files.pinned(0, 8, 100)), doctest::Contains("offset 8 cannot be used in place"),
+                         configuration_error);
     CHECK(files.pinned(0, 8, 100, 8) != nullptr);
     CHECK_THROWS_WITH_AS(static_cast<void>(files.pinned(0, 0, 3 * mib + 1)), doctest::Contains(path.string().c_str()), configuration_error);
 }

@@ -64,7 +64,9 @@ struct locking {
     std::set<void*>* locked = nullptr;  ///< null: nothing
 
     [[nodiscard]] bool available() const noexcept { return true; }
-    cudaError_t lock(void* p, std::size_t, unsigned) const { return locked != nullptr && locked->insert(p).second ? cudaSuccess : cudaErrorNotSupported; }
+    cudaError_t lock(void* p, std::size_t, unsigned) const {
+        return locked != nullptr && locked->insert(p).second ? cudaSuccess : cudaErrorNotSupported;
+    }
     void unlock(void* p) const noexcept { locked->erase(p); }
 };
 
@@ -155,7 +157,8 @@ TEST_CASE("read repeatedly or used in place: a locked mapping, and reads where i
         CHECK(refused.in_place(0, 5, 1000).data == nullptr);
         refused.read(0, 5, to);
         CHECK(holds(to, 5));
-        CHECK(refused.condition(0).find("pread, in the page cache (registered mapping refused: pageable (cudaHostRegister: operation not supported") == 0);
+        CHECK(refused.condition(0).find(
+                  "pread, in the page cache (registered mapping refused: pageable (cudaHostRegister: operation not supported") == 0);
         source missing({dir.path / "none"}, {.use = use}, {}, locking{});
         CHECK_THROWS_WITH_AS(missing.read(0, 0, to), doctest::Contains("No such file"), io_error);
     }
@@ -222,7 +225,9 @@ struct every_second_piece final : byte_source {
             data[i] = pattern(i);
         }
     }
-    void read(std::uint32_t, std::uint64_t offset, std::span<std::byte> into) override { std::copy_n(data.data() + offset, into.size(), into.data()); }
+    void read(std::uint32_t, std::uint64_t offset, std::span<std::byte> into) override {
+        std::copy_n(data.data() + offset, into.size(), into.data());
+    }
     [[nodiscard]] std::string name(std::uint32_t) const override { return "pieces"; }
     [[nodiscard]] bytes_in_place in_place(std::uint32_t, std::uint64_t offset, std::uint64_t) override {
         ++asked;

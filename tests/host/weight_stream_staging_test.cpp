@@ -16,7 +16,8 @@ void load_through_staging(std::uint64_t chunk_bytes, std::size_t slot_bytes, std
     for (std::size_t i = 0; i < memory.size(); ++i) {
         memory[i] = pattern(77, i);
     }
-    std::vector<transfer> list{from_file(1, 1, 5, std::span(to).first(12'345)), from_file(2, 2, 0, std::span(to).subspan(13'000, 6'000), urgency::background)};
+    std::vector<transfer> list{from_file(1, 1, 5, std::span(to).first(12'345)),
+                               from_file(2, 2, 0, std::span(to).subspan(13'000, 6'000), urgency::background)};
     for (const bool pinned : {false, true}) {
         transfer t;
         t.request = 3;
@@ -64,7 +65,8 @@ TEST_CASE("an error between two staged chunks returns the slots") {
     const place where = on_device(0, reinterpret_cast<cudaStream_t>(&device));
     std::vector<std::byte> to(20'000);
     for (int round = 0; round < 5; ++round) {
-        const std::vector<transfer> list{from_file(1, 1, 0, std::span(to).first(8'000)), from_file(2, round % 2 == 0 ? 9 : 3, 0, std::span(to).subspan(10'000, 8'000))};
+        const std::vector<transfer> list{from_file(1, 1, 0, std::span(to).first(8'000)),
+                                         from_file(2, round % 2 == 0 ? 9 : 3, 0, std::span(to).subspan(10'000, 8'000))};
         const transfer_plan plan(std::span<const transfer>(list), chunking::run_time{500_B});
         const auto load = std::make_shared<detail::load_state>(plan.chunks(), plan.requests(), source, where, nullptr, std::stop_token{});
         stream->start(load);

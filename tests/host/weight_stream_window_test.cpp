@@ -53,7 +53,8 @@ TEST_CASE("of a load that is not on demand, no more chunks than the window are o
                 const auto stream = std::make_shared<engine>(readers, chunk_bytes, 8, -1, window);
                 const std::vector<std::byte> memory = known_bytes(20'500);
                 std::vector<std::byte> to(memory.size());
-                const transfer t = pinned ? from_memory(1, memory, to.data(), urgency::background) : from_file(1, 77, 0, to, urgency::background);
+                const transfer t =
+                    pinned ? from_memory(1, memory, to.data(), urgency::background) : from_file(1, 77, 0, to, urgency::background);
                 ticket load = start(stream, std::span(&t, 1), source, on(device));
                 device.wait_for_enqueued(window);
                 std::this_thread::sleep_for(5ms);
@@ -185,8 +186,9 @@ TEST_CASE("loads of all levels from several threads arrive whole") {
                 for (std::uint32_t round = 0; round < 6; ++round) {
                     slow_copies& there = n % 2 == 0 ? own[n] : device;
                     std::vector<std::byte> to(3'700 * 2);
-                    const std::vector<transfer> list{from_file(round, 77, 0, std::span(to).first(3'700), static_cast<urgency>((n + round) % 3)),
-                                                     from_memory(50, memory, to.data() + 3'700, static_cast<urgency>(n % 3))};
+                    const std::vector<transfer> list{
+                        from_file(round, 77, 0, std::span(to).first(3'700), static_cast<urgency>((n + round) % 3)),
+                        from_memory(50, memory, to.data() + 3'700, static_cast<urgency>(n % 3))};
                     ticket load = start(stream, list, source, on(there));
                     if (round == 3) {
                         load.promote(50);
@@ -218,10 +220,14 @@ struct refusing_link : slow_link {
 
 struct mapped_by_hand final : byte_source {
     explicit mapped_by_hand(std::vector<std::byte> bytes) : data(std::move(bytes)) {}
-    void read(std::uint32_t, std::uint64_t offset, std::span<std::byte> into) override { std::copy_n(data.data() + offset, into.size(), into.data()); }
+    void read(std::uint32_t, std::uint64_t offset, std::span<std::byte> into) override {
+        std::copy_n(data.data() + offset, into.size(), into.data());
+    }
     [[nodiscard]] std::string name(std::uint32_t) const override { return "by hand"; }
     [[nodiscard]] std::string condition(std::uint32_t) const override { return refusals == 0 ? "in place" : "read"; }
-    [[nodiscard]] bytes_in_place in_place(std::uint32_t, std::uint64_t offset, std::uint64_t) override { return {data.data() + offset, 0, this}; }
+    [[nodiscard]] bytes_in_place in_place(std::uint32_t, std::uint64_t offset, std::uint64_t) override {
+        return {data.data() + offset, 0, this};
+    }
     void refuse_in_place(std::uint32_t, const std::string&) override { ++refusals; }
     std::vector<std::byte> data;
     std::atomic<int> refusals{0};

@@ -54,8 +54,8 @@ public:
     /// Bytes of the file now; unknown_size where the source does not know. @throws io_error
     [[nodiscard]] virtual std::uint64_t size(std::uint32_t /*file*/) { return unknown_size; }
 
-    /// Whether these bytes can be copied to a device from where they lie, asked when a load to a device starts. May take the time of locking
-    /// their pages. What it gives stays valid as long as the source lives. By several threads at a time.
+    /// Whether these bytes can be copied to a device from where they lie, asked when a load to a device starts. May take the time of
+    /// locking their pages. What it gives stays valid as long as the source lives. By several threads at a time.
     [[nodiscard]] virtual bytes_in_place in_place(std::uint32_t /*file*/, std::uint64_t /*offset*/, std::uint64_t /*bytes*/) { return {}; }
 
     /// Says that a device did not take the bytes of a file from where they lie: from now on they are to be read.
@@ -88,8 +88,8 @@ template <class ReadAt, class Name>
 void read_fully(ReadAt&& read_at, int descriptor, std::uint64_t offset, std::span<std::byte> into, Name&& name) {
     std::size_t got = 0;
     while (got < into.size()) {
-        const ssize_t n = read_at(descriptor, into.data() + got, std::min(into.size() - got, read_call_bytes),
-                                  static_cast<off_t>(offset + got));
+        const ssize_t n =
+            read_at(descriptor, into.data() + got, std::min(into.size() - got, read_call_bytes), static_cast<off_t>(offset + got));
         if (n > 0) {
             got += static_cast<std::size_t>(n);
             continue;
@@ -188,7 +188,8 @@ enum class page_cache : std::uint8_t { keep, drop };
 /// serve direct I/O, at open or at a read, that file is read through the page cache, and condition() says so.
 class file_source final : public byte_source {
 public:
-    explicit file_source(std::vector<std::filesystem::path> paths, file_access access = file_access::buffered, page_cache cache = page_cache::keep)
+    explicit file_source(std::vector<std::filesystem::path> paths, file_access access = file_access::buffered,
+                         page_cache cache = page_cache::keep)
         : access_(access), cache_(cache), files_(paths.size()) {
         for (std::size_t i = 0; i < paths.size(); ++i) {
             files_[i].path = std::move(paths[i]);
@@ -220,7 +221,8 @@ public:
         }
         detail::read_fully(::pread, descriptor, offset, into, called);
         if (cache_ == page_cache::drop) {
-            static_cast<void>(::posix_fadvise(descriptor, static_cast<off_t>(offset), static_cast<off_t>(into.size()), POSIX_FADV_DONTNEED));
+            static_cast<void>(
+                ::posix_fadvise(descriptor, static_cast<off_t>(offset), static_cast<off_t>(into.size()), POSIX_FADV_DONTNEED));
         }
     }
 

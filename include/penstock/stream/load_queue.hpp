@@ -168,8 +168,8 @@ private:
 
     typename Scheduler::queue queue_;
     std::unordered_map<std::uint64_t, std::vector<live_request>> live_;  ///< by the caller's number
-    std::uint64_t untaken_ = 0;                                         ///< chunks of all loads that nobody has taken
-    std::uint64_t untaken_staged_ = 0;                                  ///< of these, how many need a staging slot
+    std::uint64_t untaken_ = 0;                                          ///< chunks of all loads that nobody has taken
+    std::uint64_t untaken_staged_ = 0;                                   ///< of these, how many need a staging slot
 };
 
 }  // namespace penstock::inline v0_1::detail

@@ -42,7 +42,8 @@ public:
     [[nodiscard]] const tensor_view& operator[](std::string_view name) const {
         const auto found = views_.find(name);
         if (found == views_.end()) {
-            throw configuration_error("penstock: tensor \"" + std::string(name) + "\" is not among the " + std::to_string(views_.size()) + " loaded ones");
+            throw configuration_error("penstock: tensor \"" + std::string(name) + "\" is not among the " + std::to_string(views_.size()) +
+                                      " loaded ones");
         }
         return found->second;
     }

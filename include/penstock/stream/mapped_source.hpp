@@ -10,13 +10,14 @@ namespace penstock::inline v0_1 {
 
 /// How the files of a mapped source are locked.
 struct mapping_options {
-    /// Pages are locked by pieces of this many bytes (a power of two, at least a page), each when it is first asked for. The first copies then
-    /// run while later pieces are locked, and a load of a part locks no more than that part.
+    /// Pages are locked by pieces of this many bytes (a power of two, at least a page), each when it is first asked for. The first copies
+    /// then run while later pieces are locked, and a load of a part locks no more than that part.
     std::uint64_t segment_bytes = std::uint64_t{256} << 20;
 };
 
 /// Files mapped read-only whose pages in the page cache are locked for the GPUs: copy engines, and kernels, take the bytes from there, and
-/// there is no second copy in RAM. The first use of a piece costs about what one copy of it costs; every later one runs at the speed of the link.
+/// there is no second copy in RAM. The first use of a piece costs about what one copy of it costs; every later one runs at the speed of the
+/// link.
 ///
 /// Where a piece cannot be locked as read-only, it is locked plainly; else in parts of a quarter, down to 16 MiB; what cannot be locked at
 /// all is read. condition() says which. Zero-byte files are legal.
@@ -32,8 +33,8 @@ public:
     explicit basic_mapped_source(std::vector<std::filesystem::path> paths, mapping_options options = {}, Locking locking = {})
         : locking_(std::move(locking)), files_(paths.size()) {
         if (options.segment_bytes < memory::page_bytes || (options.segment_bytes & (options.segment_bytes - 1)) != 0) {
-            throw configuration_error("penstock: mapped_source locks pieces of a power of two of at least " + std::to_string(memory::page_bytes) +
-                                      " bytes, not of " + std::to_string(options.segment_bytes));
+            throw configuration_error("penstock: mapped_source locks pieces of a power of two of at least " +
+                                      std::to_string(memory::page_bytes) + " bytes, not of " + std::to_string(options.segment_bytes));
         }
         for (std::size_t i = 0; i < paths.size(); ++i) {
             files_[i].path = std::move(paths[i]);
@@ -110,8 +111,8 @@ public:
     /// @throws configuration_error naming the file, when the bytes do not begin at a multiple of `alignment` or cannot be locked; io_error
     [[nodiscard]] const std::byte* pinned(std::uint32_t file, std::uint64_t offset, std::uint64_t bytes, std::uint64_t alignment = 16) {
         const auto refuse = [&](const std::string& why) {
-            throw configuration_error("penstock: " + name(file) + ": " + std::to_string(bytes) + " bytes at offset " + std::to_string(offset) +
-                                      " cannot be used in place: " + why);
+            throw configuration_error("penstock: " + name(file) + ": " + std::to_string(bytes) + " bytes at offset " +
+                                      std::to_string(offset) + " cannot be used in place: " + why);
         };
         if (offset % alignment != 0) {
             refuse("they do not begin at a multiple of " + std::to_string(alignment));

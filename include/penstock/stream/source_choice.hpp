@@ -27,7 +27,8 @@ struct source_options {
 template <class Locking>
 class basic_chosen_source final : public byte_source {
 public:
-    explicit basic_chosen_source(std::vector<std::filesystem::path> paths, source_options options = {}, mapping_options mapping = {}, Locking locking = {})
+    explicit basic_chosen_source(std::vector<std::filesystem::path> paths, source_options options = {}, mapping_options mapping = {},
+                                 Locking locking = {})
         : options_(options),
           mapped_(options.use == source_use::once ? std::vector<std::filesystem::path>() : paths, mapping, std::move(locking)),
           looked_(paths.size()),
@@ -49,7 +50,8 @@ public:
             return mapping + " (" + wish + ")";
         }
         const std::string how = files_.condition(file);
-        const std::string refusal = mapping.starts_with("pread (") ? mapping.substr(6) : std::string(" (") + wish + ": to be mapped when it is in the page cache)";
+        const std::string refusal =
+            mapping.starts_with("pread (") ? mapping.substr(6) : std::string(" (") + wish + ": to be mapped when it is in the page cache)";
         return how.empty() ? how : how + (refusal.front() == ' ' ? refusal : " " + refusal);
     }
 

@@ -82,7 +82,8 @@ public:
     }
 
     /// Hands a load to the readers, then brings here, in the calling thread, what needs no reader.
-    /// @throws out_of_memory, cuda_error where staging cannot be had, and what the scheduler throws; errors of the load itself are its ticket's
+    /// @throws out_of_memory, cuda_error where staging cannot be had, and what the scheduler throws; errors of the load itself are its
+    /// ticket's
     void start(const std::shared_ptr<load_state>& load) {
         std::uint64_t here = 0;
         bool staged = false;
@@ -466,7 +467,8 @@ private:
         }
     }
 
-    /// One thread at a time, with growing numbers. Who finds another thread calling back goes on with its work, except with the last number.
+    /// One thread at a time, with growing numbers. Who finds another thread calling back goes on with its work, except with the last
+    /// number.
     void call_back(load_state& load, bool last) {
         if (!load.callback) {
             return;

@@ -47,8 +47,8 @@ enum class route : std::uint8_t {
 
 /// Everything about one load. Plan, source and place do not change; the rest is guarded by the engine's mutex.
 struct load_state {
-    load_state(std::span<const planned_chunk> planned_chunks, std::span<const planned_request> planned_requests, byte_source& from, place to,
-               progress_callback call, std::stop_token token)
+    load_state(std::span<const planned_chunk> planned_chunks, std::span<const planned_request> planned_requests, byte_source& from,
+               place to, progress_callback call, std::stop_token token)
         : chunks(planned_chunks.begin(), planned_chunks.end()),
           requests(planned_requests.begin(), planned_requests.end()),
           source(&from),
@@ -83,7 +83,7 @@ struct load_state {
     std::vector<std::uint32_t> untaken_left;  ///< by request: chunks that nobody has taken
     std::uint64_t untaken = 0;
     std::uint64_t untaken_staged = 0;  ///< of these, how many need a staging slot
-    std::uint32_t early_chunks = 0;  ///< how many of the next to be taken find the link idle
+    std::uint32_t early_chunks = 0;    ///< how many of the next to be taken find the link idle
     std::uint64_t chunks_left = 0;
     std::uint64_t bytes_done = 0;
     std::uint64_t reads = 0;
@@ -93,7 +93,9 @@ struct load_state {
 
     std::mutex in_callback;  ///< one thread at a time calls back
 
-    [[nodiscard]] double elapsed() const noexcept { return std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count(); }
+    [[nodiscard]] double elapsed() const noexcept {
+        return std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+    }
     [[nodiscard]] bool over() const noexcept { return in_flight == 0 && (chunks_left == 0 || error != nullptr); }
 };
 
@@ -120,8 +122,9 @@ public:
     ticket(std::shared_ptr<detail::load_engine> engine, std::shared_ptr<detail::load_state> load)
         : engine_(std::move(engine)), load_(std::move(load)) {
         if (load_->stop.stop_possible()) {
-            on_stop_ = std::make_unique<std::stop_callback<std::function<void()>>>(
-                load_->stop, [e = engine_.get(), l = load_.get()] { e->fail(*l, std::make_exception_ptr(cancelled("penstock: the load was cancelled"))); });
+            on_stop_ = std::make_unique<std::stop_callback<std::function<void()>>>(load_->stop, [e = engine_.get(), l = load_.get()] {
+                e->fail(*l, std::make_exception_ptr(cancelled("penstock: the load was cancelled")));
+            });
         }
     }
 
@@ -203,7 +206,7 @@ private:
     }
 
     void finish() noexcept {
-        on_stop_.reset();  // first, and without the lock, which its callback takes
+        on_stop_.reset();          // first, and without the lock, which its callback takes
         std::exception_ptr error;  // goes with the ticket, not with the reader that happens to be the last to know the load
         if (load_ != nullptr) {
             std::unique_lock lock(engine_->mutex);

@@ -134,16 +134,18 @@ public:
 private:
     static void check_range(const transfer& t) {
         if (t.bytes > 0 && t.destination == nullptr) {
-            throw configuration_error("penstock: a transfer of " + std::to_string(t.bytes) + " bytes (request " + std::to_string(t.request) +
-                                      ") has no destination");
+            throw configuration_error("penstock: a transfer of " + std::to_string(t.bytes) + " bytes (request " +
+                                      std::to_string(t.request) + ") has no destination");
         }
         if (t.offset + t.bytes < t.offset) {
-            throw configuration_error("penstock: a transfer of " + std::to_string(t.bytes) + " bytes at offset " + std::to_string(t.offset) +
-                                      " (request " + std::to_string(t.request) + ") reaches beyond the last byte of a file");
+            throw configuration_error("penstock: a transfer of " + std::to_string(t.bytes) + " bytes at offset " +
+                                      std::to_string(t.offset) + " (request " + std::to_string(t.request) +
+                                      ") reaches beyond the last byte of a file");
         }
     }
 
-    static bool comes_before(std::span<const transfer> t, const std::vector<std::uint32_t>& request_of, std::uint32_t a, std::uint32_t b) noexcept {
+    static bool comes_before(std::span<const transfer> t, const std::vector<std::uint32_t>& request_of, std::uint32_t a,
+                             std::uint32_t b) noexcept {
         return request_of[a] != request_of[b] ? request_of[a] < request_of[b] : lies_before(t[a], t[b]);
     }
 

@@ -34,7 +34,8 @@ struct stream_options {
 template <class Memory, class Chunking, class Prefetch, class Scheduler>
 class basic_weight_stream {
     static_assert(memory_policy<Memory>, "penstock: weight_stream's memory kind lacks host_accessible, device_accessible or page_aligned");
-    static_assert(Memory::host_accessible, "penstock: weight_stream stages in host memory; memory::device, memory::peer and what contains them are destinations");
+    static_assert(Memory::host_accessible,
+                  "penstock: weight_stream stages in host memory; memory::device, memory::peer and what contains them are destinations");
     static_assert(allocating_memory<Memory> || !Memory::host_accessible,
                   "penstock: weight_stream allocates its staging; memory::registered and memory::tiered pin or combine memory that exists");
     static_assert(chunking_policy<Chunking>, "penstock: weight_stream's chunking offers bytes_per_chunk(row_bytes, total_bytes)");
@@ -81,7 +82,9 @@ public:
     }
 
     /// What start() would move and how it would cut it.
-    [[nodiscard]] transfer_plan<Chunking> plan(std::span<const transfer> transfers) const { return transfer_plan<Chunking>(transfers, chunking_); }
+    [[nodiscard]] transfer_plan<Chunking> plan(std::span<const transfer> transfers) const {
+        return transfer_plan<Chunking>(transfers, chunking_);
+    }
 
     /// Starts to bring `transfers`. Returns at once, or, for what lies in pinned memory and goes to a device, when the copies are enqueued.
     /// Bytes that the source has in locked memory (see byte_source::in_place) are such; to lock them may take its time first.
@@ -102,21 +105,23 @@ public:
             in_place = detail::taken_in_place(transfers, source);
         }
         const transfer_plan<Chunking> planned(in_place.empty() ? transfers : std::span<const transfer>(in_place), chunking_);
-        auto load = std::make_shared<detail::load_state>(planned.chunks(), planned.requests(), source, where, std::move(callback), std::move(stop));
+        auto load =
+            std::make_shared<detail::load_state>(planned.chunks(), planned.requests(), source, where, std::move(callback), std::move(stop));
         engine_->start(load);
         return ticket(engine_, std::move(load));
     }
 
-    /// start(), wait(), and for a device the synchronisation of its stream: every byte is at its place when this returns, and no copy of this
-    /// load runs any more when it throws. To a device, the callback counts chunks whose copies are enqueued, at most the staging ahead of
-    /// what has arrived, and bytes == total is told when all have arrived. @throws what start() and ticket::wait() throw
-    stream_report run(std::span<const transfer> transfers, byte_source& source, place where, progress_callback callback = {}, std::stop_token stop = {}) {
+    /// start(), wait(), and for a device the synchronisation of its stream: every byte is at its place when this returns, and no copy of
+    /// this load runs any more when it throws. To a device, the callback counts chunks whose copies are enqueued, at most the staging ahead
+    /// of what has arrived, and bytes == total is told when all have arrived. @throws what start() and ticket::wait() throw
+    stream_report run(std::span<const transfer> transfers, byte_source& source, place where, progress_callback callback = {},
+                      std::stop_token stop = {}) {
         return run_beside(transfers, source, where, std::move(callback), std::move(stop), [] {});
     }
 
     /// Loads tensors into one new buffer at `where`; without a stream, on one of its own. Returns when they are there. How the files are
-    /// read is chosen by what is found and by `how` (see chosen_source); for several loads of the same bytes, make one chosen_source and pass
-    /// it to each. The files are held against the list first.
+    /// read is chosen by what is found and by `how` (see chosen_source); for several loads of the same bytes, make one chosen_source and
+    /// pass it to each. The files are held against the list first.
     /// @throws io_error for a file that is missing or too short, and what run() throws; nothing is kept then
     [[nodiscard]] loaded_tensors load(const tensor_list& list, place where, progress_callback callback = {}, std::stop_token stop = {},
                                       source_options how = {}) {
@@ -149,7 +154,8 @@ public:
         if (!where.on_host() && where.stream == nullptr) {
             where.stream = own.emplace(where.device).get();
         }
-        tensors.report_ = run_beside(tensors.transfers_, files, where, std::move(callback), std::move(stop), [&] { tensors.make_views(list); });
+        tensors.report_ =
+            run_beside(tensors.transfers_, files, where, std::move(callback), std::move(stop), [&] { tensors.make_views(list); });
         tensors.transfers_ = {};
         return tensors;
     }
@@ -157,8 +163,8 @@ public:
 private:
     /// run(), with work for the calling thread while the bytes are on their way. What it throws ends the load.
     template <class Work>
-    stream_report run_beside(std::span<const transfer> transfers, byte_source& source, place where, progress_callback callback, std::stop_token stop,
-                             Work&& work) {
+    stream_report run_beside(std::span<const transfer> transfers, byte_source& source, place where, progress_callback callback,
+                             std::stop_token stop, Work&& work) {
         const auto started = std::chrono::steady_clock::now();
         progress_callback before_the_end;
         if (callback && !where.on_host()) {
@@ -213,8 +219,10 @@ template <class... Ps>
 struct make_weight_stream {
     PENSTOCK_CHECK_POLICIES("weight_stream", Ps...);
     static_assert(axis_count<axis::eviction, Ps...> == 0, "penstock: weight_stream keeps nothing, so it takes no eviction rule");
-    using type = basic_weight_stream<pick_policy<axis::memory, memory::pinned, Ps...>, pick_policy<axis::chunking, chunking::fixed<bytes{4u << 20}>, Ps...>,
-                                     pick_policy<axis::prefetch, prefetch::depth<24>, Ps...>, pick_policy<axis::scheduling, scheduler::fifo, Ps...>>;
+    using type =
+        basic_weight_stream<pick_policy<axis::memory, memory::pinned, Ps...>,
+                            pick_policy<axis::chunking, chunking::fixed<bytes{4u << 20}>, Ps...>,
+                            pick_policy<axis::prefetch, prefetch::depth<24>, Ps...>, pick_policy<axis::scheduling, scheduler::fifo, Ps...>>;
 };
 
 }  // namespace detail
