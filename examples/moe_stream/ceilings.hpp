@@ -50,16 +50,16 @@ inline ceilings measure_host_ceilings() {
     for (int i = 0; i < 5; ++i) {
         copy = std::min(copy, seconds_of([&] { on_all([&](unsigned t) { std::memcpy(to[t].data(), from[t].data(), part); }); }));
         read = std::min(read, seconds_of([&] {
-            on_all([&](unsigned t) {
-                std::uint64_t sum[8] = {};
-                for (std::size_t w = 0; w < from[t].size(); w += 8) {
-                    for (std::size_t lane = 0; lane < 8; ++lane) {
-                        sum[lane] += from[t][w + lane];
-                    }
-                }
-                sums[t] = sum[0] + sum[1] + sum[2] + sum[3] + sum[4] + sum[5] + sum[6] + sum[7];
-            });
-        }));
+                            on_all([&](unsigned t) {
+                                std::uint64_t sum[8] = {};
+                                for (std::size_t w = 0; w < from[t].size(); w += 8) {
+                                    for (std::size_t lane = 0; lane < 8; ++lane) {
+                                        sum[lane] += from[t][w + lane];
+                                    }
+                                }
+                                sums[t] = sum[0] + sum[1] + sum[2] + sum[3] + sum[4] + sum[5] + sum[6] + sum[7];
+                            });
+                        }));
     }
     const double bytes = static_cast<double>(part) * threads;
     const bool kept = std::ranges::any_of(sums, [](std::uint64_t s) { return s != 0; });  // the reads cannot be optimised away

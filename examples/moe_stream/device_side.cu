@@ -86,7 +86,8 @@ ceilings measure_device_ceilings(int device) {
     const ps::stream stream;
     ps::check(cudaMemsetAsync(there.data(), 0x5a, device_bytes, stream.get()), "cudaMemsetAsync");
     const auto read = [&](const std::byte* from, std::size_t bytes) {
-        read_all<<<properties.multiProcessorCount * 8, 256, 0, stream.get()>>>(reinterpret_cast<const uint4*>(from), bytes / 16, sink.data());
+        read_all<<<properties.multiProcessorCount * 8, 256, 0, stream.get()>>>(reinterpret_cast<const uint4*>(from), bytes / 16,
+                                                                               sink.data());
         ps::check(cudaGetLastError(), "a ceiling's kernel");
     };
     ceilings c;

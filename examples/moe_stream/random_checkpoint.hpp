@@ -63,7 +63,10 @@ inline void write_random_checkpoint(const std::filesystem::path& directory, std:
         const auto add = [&](const std::string& name, std::uint64_t rows, std::uint64_t cols) {
             const std::uint64_t seed = (std::uint64_t{l} << 32) + list.size();
             auto noise = std::make_shared<weight_noise>(seed, 1 / std::sqrt(static_cast<float>(cols)));
-            list.push_back({.name = block + name, .type = ps::dtype::bf16, .shape = {rows, cols}, .data = {},
+            list.push_back({.name = block + name,
+                            .type = ps::dtype::bf16,
+                            .shape = {rows, cols},
+                            .data = {},
                             .generate = [noise](std::span<std::byte> window, std::uint64_t) { noise->fill(window); }});
         };
         add("gate.weight", experts, hidden);
@@ -92,11 +95,13 @@ inline void write_random_checkpoint(const std::filesystem::path& directory, std:
             map[t.name] = shard_name(l);
         }
     }
-    std::ofstream(directory / "model.safetensors.index.json") << nlohmann::json{{"metadata", nlohmann::json::object()}, {"weight_map", map}};
-    std::ofstream(directory / "config.json")
-        << nlohmann::json{{"model_type", "qwen3_moe"}, {"hidden_size", hidden}, {"moe_intermediate_size", intermediate}, {"num_experts", experts},
-                          {"num_experts_per_tok", top_k}, {"norm_topk_prob", true}, {"num_hidden_layers", layers}, {"decoder_sparse_step", 1},
-                          {"mlp_only_layers", nlohmann::json::array()}, {"hidden_act", "silu"}, {"torch_dtype", "bfloat16"}};
+    std::ofstream(directory / "model.safetensors.index.json")
+        << nlohmann::json{{"metadata", nlohmann::json::object()}, {"weight_map", map}};
+    std::ofstream(directory / "config.json") << nlohmann::json{
+        {"model_type", "qwen3_moe"},   {"hidden_size", hidden},        {"moe_intermediate_size", intermediate},
+        {"num_experts", experts},      {"num_experts_per_tok", top_k}, {"norm_topk_prob", true},
+        {"num_hidden_layers", layers}, {"decoder_sparse_step", 1},     {"mlp_only_layers", nlohmann::json::array()},
+        {"hidden_act", "silu"},        {"torch_dtype", "bfloat16"}};
 }
 
 }  // namespace example

@@ -7,10 +7,10 @@
 #include "../support/mirrored.hpp"
 #include "../support/with_store.hpp"
 
+#include <unistd.h>
 #include <cmath>
 #include <cstdio>
 #include <string>
-#include <unistd.h>
 #include <vector>
 
 /// Decode steps through all MoE layers of a store, timed, and what they cost.
@@ -20,7 +20,7 @@ struct run_result {
     std::string name;
     std::vector<double> step_seconds;  ///< sorted
     ps::store_report report;
-    double floor_seconds = 0;  ///< summed: for each layer call the longer of link time and compute-memory time
+    double floor_seconds = 0;    ///< summed: for each layer call the longer of link time and compute-memory time
     std::vector<float> outputs;  ///< hidden state after the last layer, of every counted step
     std::uint64_t layer_calls = 0;
 
@@ -35,8 +35,14 @@ template <class Layers, class Store>
 class walker {
 public:
     walker(Layers& layers, Store& store, std::uint32_t tokens, float kept)
-        : layers_(layers), store_(store), tokens_(tokens), hidden_(store.model().layers[0].hidden), walk_(tokens, hidden_, kept),
-          h_(values(), store.compute()), x_(values(), store.compute()), out_(values(), store.compute()) {
+        : layers_(layers),
+          store_(store),
+          tokens_(tokens),
+          hidden_(store.model().layers[0].hidden),
+          walk_(tokens, hidden_, kept),
+          h_(values(), store.compute()),
+          x_(values(), store.compute()),
+          out_(values(), store.compute()) {
         if (!store.compute().on_host()) {
             stream_.emplace();
         }
@@ -93,7 +99,8 @@ private:
 
 /// Runs `steps` steps after a few that do not count; the walk is the same every time.
 template <class Layers, class Store>
-run_result run_steps(const std::string& name, Layers& layers, Store& store, std::uint32_t tokens, std::uint32_t steps, float kept, const ceilings& machine) {
+run_result run_steps(const std::string& name, Layers& layers, Store& store, std::uint32_t tokens, std::uint32_t steps, float kept,
+                     const ceilings& machine) {
     run_result r;
     r.name = name;
     walker<Layers, Store> w(layers, store, tokens, kept);
@@ -110,8 +117,10 @@ run_result run_steps(const std::string& name, Layers& layers, Store& store, std:
             for (std::size_t l = 0; l < layers.size(); ++l) {
                 w.layer(l);
                 const ps::store_report now = store.report();
-                const auto bytes = static_cast<double>(now.bytes_from_host + now.bytes_from_files - before.bytes_from_host - before.bytes_from_files);
-                const auto read = static_cast<double>((now.hits + now.misses - before.hits - before.misses) * store.model().layers[l].layout.bytes);
+                const auto bytes =
+                    static_cast<double>(now.bytes_from_host + now.bytes_from_files - before.bytes_from_host - before.bytes_from_files);
+                const auto read =
+                    static_cast<double>((now.hits + now.misses - before.hits - before.misses) * store.model().layers[l].layout.bytes);
                 r.floor_seconds += s < warm ? 0 : std::max(bytes / machine.link, read / machine.read) / 1e9;
                 before = now;
             }
@@ -123,7 +132,8 @@ run_result run_steps(const std::string& name, Layers& layers, Store& store, std:
             r.outputs.insert(r.outputs.end(), state.begin(), state.end());
         }
         if (live_line) {
-            std::fprintf(stderr, "\r%s: step %u of %u, %.1f ms, %.0f %% hits   ", name.c_str(), s + 1, warm + steps, seconds * 1e3, 100 * store.report().hit_rate());
+            std::fprintf(stderr, "\r%s: step %u of %u, %.1f ms, %.0f %% hits   ", name.c_str(), s + 1, warm + steps, seconds * 1e3,
+                         100 * store.report().hit_rate());
         }
     }
     if (live_line) {
@@ -145,7 +155,8 @@ inline std::vector<std::byte> read_record(ps::byte_source& files, const ps::expe
 }
 
 /// One layer on the host executor, expert records read with plain calls.
-inline std::vector<float> plain_answer(const ps::moe_layer_model& m, const ps::dense_weights::layer& dense, ps::byte_source& files, const std::vector<float>& x, std::uint32_t tokens) {
+inline std::vector<float> plain_answer(const ps::moe_layer_model& m, const ps::dense_weights::layer& dense, ps::byte_source& files,
+                                       const std::vector<float>& x, std::uint32_t tokens) {
     ps::executor::host host;
     const std::uint32_t k = m.routing.top_k;
     const std::uint32_t pairs = tokens * k;
@@ -161,7 +172,8 @@ inline std::vector<float> plain_answer(const ps::moe_layer_model& m, const ps::d
         if (offsets[e + 1] > offsets[e]) {
             const std::vector<std::byte> record = read_record(files, m.experts[e], m.layout.bytes);
             const ps::expert_work work{e, record.data(), offsets[e], offsets[e + 1] - offsets[e]};
-            host.experts(m.layout, {&work, 1}, rows.data(), k, x.data(), m.routing.scales_input ? weights.data() : nullptr, activated.data(), partial.data());
+            host.experts(m.layout, {&work, 1}, rows.data(), k, x.data(), m.routing.scales_input ? weights.data() : nullptr,
+                         activated.data(), partial.data());
         }
     }
     if (m.shared) {

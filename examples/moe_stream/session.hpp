@@ -9,7 +9,8 @@ namespace example {
 
 /// Fills the tiers, runs the steps, keeps what is to be reported; `inspect(layers, store)` sees the store afterwards.
 template <class Inspect>
-void run_store(session& s, const std::string& name, const ps::moe_model& model, const store_words& words, ps::budgets limits, float kept, Inspect inspect) {
+void run_store(session& s, const std::string& name, const ps::moe_model& model, const store_words& words, ps::budgets limits, float kept,
+               Inspect inspect) {
     with_store(words, model, limits, [&](auto& store) {
         const bool cached = store.files().in_page_cache(0);
         const bool fills_host_tier = store.report().host_slots > 0;
@@ -93,7 +94,8 @@ inline void run_all(session& s, const ps::moe_model& model, const store_words& w
     naive.depth = 1;
     naive.readers = 1;
     run_store(s, "(b) naive", model, naive, s.limits, kept, nothing);
-    run_store(s, "(c) penstock", model, words, s.limits, kept, [&](auto& layers, auto& store) { inspect_answers(s, layers, store, model, kept); });
+    run_store(s, "(c) penstock", model, words, s.limits, kept,
+              [&](auto& layers, auto& store) { inspect_answers(s, layers, store, model, kept); });
     for (std::size_t i = 1; i < s.runs.size(); ++i) {
         s.run_error = std::max(s.run_error, largest_error(s.runs[i].outputs, s.runs[0].outputs, model.layers[0].hidden));
         s.same_bits &= s.runs[i].outputs.size() == s.runs[0].outputs.size() &&

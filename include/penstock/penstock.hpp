@@ -13,6 +13,8 @@
 #include <penstock/dispatch/host_experts.hpp>
 #include <penstock/error.hpp>
 #include <penstock/model/moe_model.hpp>
+#include <penstock/model/selection.hpp>
+#include <penstock/model/shard_plan.hpp>
 #include <penstock/moe_layer.hpp>
 #include <penstock/policy/chunking.hpp>
 #include <penstock/policy/eviction.hpp>
@@ -20,6 +22,7 @@
 #include <penstock/policy/prefetch.hpp>
 #include <penstock/policy/scheduling.hpp>
 #include <penstock/residency/expert_store.hpp>
+#include <penstock/stream/load_sharded.hpp>
 #include <penstock/stream/weight_stream.hpp>
 #include <penstock/units.hpp>
 #include <penstock/version.hpp>

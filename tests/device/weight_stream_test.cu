@@ -70,7 +70,8 @@ void everything_arrives(Stream& loader, const temporary_directory& dir) {
     poisoned there(a + 3 * b + 5 * gap);
     const stream s;
     std::byte* at = there.data() + gap;
-    std::vector<transfer> list{make(10, 0, 7, at, a), make(11, 1, 0, at + a + gap, b), make(12, 0, 0, at + a + b + 2 * gap, b), make(13, 0, 0, at + a + 2 * b + 3 * gap, b)};
+    std::vector<transfer> list{make(10, 0, 7, at, a), make(11, 1, 0, at + a + gap, b), make(12, 0, 0, at + a + b + 2 * gap, b),
+                               make(13, 0, 0, at + a + 2 * b + 3 * gap, b)};
     list[2].memory = pageable.data();
     list[3].memory = pinned.data();
     list[3].memory_is_pinned = true;
@@ -174,7 +175,9 @@ TEST_CASE("M16 error in the middle of a load: device memory is back, and the ret
         CHECK_THROWS_AS(static_cast<void>(loader.load(list, on_device(0))), io_error);
         dir.write(1, 30'000'000);
         std::stop_source stop;
-        CHECK_THROWS_AS(static_cast<void>(loader.load(list, on_device(0), [&](const progress&) { stop.request_stop(); }, stop.get_token())), cancelled);
+        CHECK_THROWS_AS(static_cast<void>(loader.load(
+                            list, on_device(0), [&](const progress&) { stop.request_stop(); }, stop.get_token())),
+                        cancelled);
     }
     check(cudaMemGetInfo(&after, &total), "cudaMemGetInfo");
     CHECK(after == before);

@@ -75,7 +75,8 @@ TEST_CASE("F26 short and interrupted reads are continued") {
     CHECK(holds(to, 11));
     CHECK(read.calls == 20);
     hesitant ends{100, 7};
-    CHECK_THROWS_WITH_AS(detail::read_fully(ends, 3, 11, to, named), "a file: 96 bytes were wanted at offset 11, 89 were got: the file ends there", io_error);
+    CHECK_THROWS_WITH_AS(detail::read_fully(ends, 3, 11, to, named),
+                         "a file: 96 bytes were wanted at offset 11, 89 were got: the file ends there", io_error);
     const auto broken = [](int, void*, std::size_t, off_t) -> ssize_t {
         errno = EIO;
         return -1;
@@ -207,7 +208,8 @@ TEST_CASE("F28 direct reads that are refused at a read go on through the page ca
             CHECK(holds({memory + shift, 50'001}, offset));
         }
         CHECK(on_pages);
-        CHECK_THROWS_WITH_AS(detail::read_direct(strict, 3, 90'000, {memory, 10'001}, named), doctest::Contains("10000 were got: the file ends there"), io_error);
+        CHECK_THROWS_WITH_AS(detail::read_direct(strict, 3, 90'000, {memory, 10'001}, named),
+                             doctest::Contains("10000 were got: the file ends there"), io_error);
         memory::pageable::deallocate(memory, 0);
     }
 }

@@ -125,7 +125,12 @@ TEST_CASE("a callback that throws ends the load and reaches who waits") {
     const std::vector<transfer> list{from_file(1, 0, 0, to)};
     CHECK_THROWS_AS(stream.run(list, source, on_host(), [](const progress&) { throw std::logic_error("enough"); }), std::logic_error);
     CHECK(source.reads().size() < 20);
-    CHECK_THROWS_AS(stream.run(list, source, on_host(), [](const progress& p) { if (p.bytes == p.total) throw std::logic_error("late"); }), std::logic_error);
+    CHECK_THROWS_AS(stream.run(list, source, on_host(),
+                               [](const progress& p) {
+                                   if (p.bytes == p.total)
+                                       throw std::logic_error("late");
+                               }),
+                    std::logic_error);
     CHECK(stream.run(list, source, on_host()).bytes == 100'000);
 }
 
@@ -198,7 +203,8 @@ TEST_CASE("an error of a reader reaches the ticket, and a retry works (M16)") {
     small_stream stream({.readers = 2}, {bytes{1024}});
     std::vector<std::byte> to(10'000);
     const auto message = [&](std::uint32_t file) {
-        const std::vector<transfer> list{from_file(1, 0, 0, std::span(to).first(3000)), from_file(2, file, 0, std::span(to).subspan(3000, 4096))};
+        const std::vector<transfer> list{from_file(1, 0, 0, std::span(to).first(3000)),
+                                         from_file(2, file, 0, std::span(to).subspan(3000, 4096))};
         try {
             stream.run(list, files, on_host());
         } catch (const io_error& e) {
@@ -219,7 +225,8 @@ TEST_CASE("an error of a reader reaches the ticket, and a retry works (M16)") {
     slow_source source;
     source.broken_file = 5;
     weight_stream<memory::pageable> one({.readers = 1});
-    ticket t = one.start(std::vector{from_file(1, 0, 0, std::span(to).first(3000)), from_file(2, 5, 0, std::span(to).subspan(3000, 5000))}, source, on_host());
+    ticket t = one.start(std::vector{from_file(1, 0, 0, std::span(to).first(3000)), from_file(2, 5, 0, std::span(to).subspan(3000, 5000))},
+                         source, on_host());
     t.wait(1);
     CHECK_THROWS_AS(t.wait(2), io_error);
     CHECK_THROWS_AS(t.wait(), io_error);
@@ -282,7 +289,8 @@ std::pair<std::size_t, std::size_t> urgent_among_background(bool promote) {
         source.allow(1000);
         slow.wait(wanted);
     } else {
-        ticket urgent = stream.start(std::vector{from_file(wanted, wanted, 0, std::span(to).subspan(background * 128, 128))}, source, on_host());
+        ticket urgent =
+            stream.start(std::vector{from_file(wanted, wanted, 0, std::span(to).subspan(background * 128, 128))}, source, on_host());
         source.allow(1000);
         urgent.wait();
         CHECK(holds_pattern(std::span(to).subspan(background * 128, 128), wanted, 0));
@@ -344,7 +352,8 @@ TEST_CASE("of two loads that share a request number, the more urgent is served f
     std::vector<std::byte> to(128 * 4);
     ticket blocker = stream.start(std::vector{from_file(9, 9, 0, std::span(to).first(128))}, source, on_host());
     source.wait_for_reads(1);
-    ticket background = stream.start(std::vector{from_file(1, 1, 0, std::span(to).subspan(128, 256), urgency::background)}, source, on_host());
+    ticket background =
+        stream.start(std::vector{from_file(1, 1, 0, std::span(to).subspan(128, 256), urgency::background)}, source, on_host());
     ticket urgent = stream.start(std::vector{from_file(1, 2, 0, std::span(to).subspan(384, 128))}, source, on_host());
     source.allow(1000);
     background.wait();
@@ -358,7 +367,8 @@ TEST_CASE("round robin takes turns between requests") {
     slow_source source(1ms);
     weight_stream<memory::pageable, chunk128, scheduler::round_robin> stream({.readers = 1});
     std::vector<std::byte> to(128 * 20);
-    stream.run(std::vector{from_file(1, 1, 0, std::span(to).first(1280)), from_file(2, 2, 0, std::span(to).subspan(1280))}, source, on_host());
+    stream.run(std::vector{from_file(1, 1, 0, std::span(to).first(1280)), from_file(2, 2, 0, std::span(to).subspan(1280))}, source,
+               on_host());
     const std::vector<std::uint32_t> order = source.reads();
     for (std::size_t i = 0; i < order.size(); ++i) {
         CHECK(order[i] == 1 + i % 2);
@@ -451,7 +461,8 @@ struct highest_number_first {
     struct queue {
         void push(request r) { waiting.push_back(r); }
         std::optional<chunk> next() {
-            const auto best = std::max_element(waiting.begin(), waiting.end(), [](const request& a, const request& b) { return a.id < b.id; });
+            const auto best =
+                std::max_element(waiting.begin(), waiting.end(), [](const request& a, const request& b) { return a.id < b.id; });
             if (best == waiting.end()) {
                 return std::nullopt;
             }
@@ -471,7 +482,8 @@ TEST_CASE("a scheduler that loses requests is an error, not a hang") {
     slow_source source;
     weight_stream<memory::pageable, forgetful> stream({.readers = 1});
     std::vector<std::byte> to(20);
-    CHECK_THROWS_AS(stream.run(std::vector{from_file(1, 1, 0, std::span(to).first(10)), from_file(2, 2, 0, std::span(to).subspan(10))}, source, on_host()),
+    CHECK_THROWS_AS(stream.run(std::vector{from_file(1, 1, 0, std::span(to).first(10)), from_file(2, 2, 0, std::span(to).subspan(10))},
+                               source, on_host()),
                     configuration_error);
 }
 
@@ -531,7 +543,8 @@ TEST_CASE("small tensors that are neighbours share chunks, in whatever order the
     for (std::uint64_t i = 0; i < 2 * count; ++i) {
         const std::uint64_t n = i * 7 % (2 * count);
         const auto file = static_cast<std::uint32_t>(n / count);
-        list.tensors.push_back({std::to_string(n), dtype::bf16, {128, 256}, file, (file == 0 ? 100 : 0) + n % count * tensor_bytes, tensor_bytes});
+        list.tensors.push_back(
+            {std::to_string(n), dtype::bf16, {128, 256}, file, (file == 0 ? 100 : 0) + n % count * tensor_bytes, tensor_bytes});
     }
     weight_stream<> stream;
     const loaded_tensors tensors = stream.load(list, on_host());
