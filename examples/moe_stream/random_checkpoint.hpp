@@ -60,9 +60,9 @@ inline void write_random_checkpoint(const std::filesystem::path& directory, std:
     const auto tensors_of = [&](std::uint32_t l) {
         std::vector<ps::tensor_to_write> list;
         const std::string block = "model.layers." + std::to_string(l) + ".mlp.";
-        const auto add = [&](const std::string& name, std::uint64_t rows, std::uint64_t cols) {
+        const auto add = [&](const std::string& name, std::uint64_t rows, std::uint64_t cols, float size_of_output = 1) {
             const std::uint64_t seed = (std::uint64_t{l} << 32) + list.size();
-            auto noise = std::make_shared<weight_noise>(seed, 1 / std::sqrt(static_cast<float>(cols)));
+            auto noise = std::make_shared<weight_noise>(seed, size_of_output / std::sqrt(static_cast<float>(cols)));
             list.push_back({.name = block + name,
                             .type = ps::dtype::bf16,
                             .shape = {rows, cols},
@@ -74,7 +74,7 @@ inline void write_random_checkpoint(const std::filesystem::path& directory, std:
             const std::string expert = "experts." + std::to_string(e) + ".";
             add(expert + "gate_proj.weight", intermediate, hidden);
             add(expert + "up_proj.weight", intermediate, hidden);
-            add(expert + "down_proj.weight", hidden, intermediate);
+            add(expert + "down_proj.weight", hidden, intermediate, 0.25f);  // a layer adds to the residual and does not replace it
         }
         return list;
     };

@@ -191,6 +191,17 @@ TEST_CASE("M20 budgets at their corners") {
     CHECK_THROWS_AS(ps::make_expert_store(ps::moe_model{}, {}, ps::on_host()), ps::configuration_error);
 }
 
+TEST_CASE("M14 host tier and staging together stay within the host budget of a store that computes on a device") {
+    tiny_model tiny;
+    constexpr std::uint64_t staging = 5000;
+    for (std::uint64_t budget = staging; budget < 20 * tiny.slot_bytes(); budget += 777) {
+        const ps::store_size size = ps::plan_store(tiny.model, {{tiny.slot_bytes()}, {budget}}, 0, staging);
+        CHECK(size.host_bytes() + staging <= budget);
+        CHECK((size.host_slots == 16 || size.host_bytes() + staging + tiny.slot_bytes() > budget));  // and none of it is wasted
+    }
+    CHECK_THROWS_AS(ps::plan_store(tiny.model, {{tiny.slot_bytes()}, {staging - 1}}, 0, staging), ps::configuration_error);
+}
+
 TEST_CASE("M16 a file that ends early names itself, frees the step's slots, and a later step works") {
     tiny_model tiny;
     const std::uint64_t whole = std::filesystem::file_size(tiny.path());

@@ -79,17 +79,14 @@ inline store_size plan_store(const moe_model& model, budgets limits, int device,
     if (limits.host == automatic && on_host) {
         return size;
     }
+    // Files pass through staging on their way to a device, whatever the host tier holds: at least the weights that every token needs.
     const std::uint64_t host = limits.host == automatic ? available_host_memory() / 10 * 7 : limits.host.count;
-    if (host / size.slot_bytes >= experts) {
-        size.host_slots = static_cast<std::uint32_t>(experts);
-        return size;
-    }
     const std::uint64_t staging = on_host ? 0 : staging_bytes;
     if (host < staging) {
         throw configuration_error("penstock: host budget " + to_string(bytes{host}) + " does not hold the staging ring: " +
                                   to_string(bytes{staging}) + " are the least (chunk size x prefetch depth)");
     }
-    size.host_slots = static_cast<std::uint32_t>((host - staging) / size.slot_bytes);
+    size.host_slots = static_cast<std::uint32_t>(smaller(experts, (host - staging) / size.slot_bytes));
     return size;
 }
 
