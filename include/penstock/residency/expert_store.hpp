@@ -86,6 +86,14 @@ public:
     basic_expert_store(const basic_expert_store&) = delete;
     basic_expert_store& operator=(const basic_expert_store&) = delete;
 
+    /// Waits for the copies and for the computation of the last step, which may still read the slots and the host tier.
+    ~basic_expert_store() {
+        if (copies_ && detail::cuda_usable()) {
+            static_cast<void>(cudaStreamSynchronize(copies_->get()));
+            computed_->synchronize_quietly();
+        }
+    }
+
     [[nodiscard]] const moe_model& model() const noexcept { return model_; }
     [[nodiscard]] place compute() const noexcept { return compute_; }
     [[nodiscard]] file_source& files() noexcept { return source_; }

@@ -11,8 +11,8 @@ namespace penstock::inline v0_1 {
 ///     step.finish();
 ///
 /// The first `next()` starts the fetches and returns what is resident, so that the copies run under that computation; later ones return
-/// misses as they arrive, on a device ordered by events and not by waiting. Records stay where they are until the call after next, and
-/// every kernel that reads them must be enqueued on the consumer by then. Where slots are too few, those of finished misses serve again
+/// misses as they arrive, on a device ordered by events and not by waiting. Records may be overwritten from the following call on, so
+/// what reads them must be done by then, on a device: enqueued on the consumer. Where slots are too few, those of finished misses serve again
 /// (a further wave), and a device computes what is left straight from a mapped host tier if few tokens need it.
 template <class Memory, class Chunking, class Prefetch, class Scheduler, class Eviction>
 class basic_expert_store<Memory, Chunking, Prefetch, Scheduler, Eviction>::step {
