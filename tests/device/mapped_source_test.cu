@@ -4,8 +4,6 @@
 
 #include <doctest/doctest.h>
 
-#include <cstdlib>
-#include <fstream>
 
 namespace {
 
@@ -14,23 +12,10 @@ using namespace penstock::literals;
 
 using device_buffer = buffer<std::byte, memory::device>;
 
-struct temporary_directory {
-    temporary_directory() {
-        std::string name = (std::filesystem::temp_directory_path() / "penstock-XXXXXX").string();
-        REQUIRE(::mkdtemp(name.data()) != nullptr);
-        path = name;
-    }
-    ~temporary_directory() { std::filesystem::remove_all(path); }
-
-    std::filesystem::path write(std::uint64_t which, std::size_t size) const {
-        std::vector<std::byte> data(size);
-        tests::fill(data, which);
-        const std::filesystem::path file = path / std::to_string(which);
-        std::ofstream(file, std::ios::binary).write(reinterpret_cast<const char*>(data.data()), static_cast<std::streamsize>(size));
-        return file;
-    }
-    std::filesystem::path path;
-};
+/// File number `which`, of bytes by formula.
+std::filesystem::path write(const tests::temporary_directory& dir, std::uint64_t which, std::size_t size) {
+    return tests::write_pattern(dir / std::to_string(which), which, size);
+}
 
 transfer make(std::uint64_t request, std::uint64_t offset, std::byte* to, std::uint64_t size, urgency level = urgency::on_demand) {
     transfer t;
@@ -60,10 +45,10 @@ __global__ void copy_bytes(const uint4* from, uint4* to, std::size_t count) {
 }  // namespace
 
 TEST_CASE("a registered mapping reaches the device bit for bit, without staging, across its pieces") {
-    const temporary_directory dir;
+    const tests::temporary_directory dir;
     constexpr std::size_t size = 70'000'003;
     for (const std::uint64_t piece : {1ull << 20, 16ull << 20, 256ull << 20}) {
-        mapped_source files({dir.write(0, size)}, {.segment_bytes = piece});
+        mapped_source files({write(dir, 0, size)}, {.segment_bytes = piece});
         weight_stream<scheduler::priority<3>> loader;
         device_buffer there(size);
         const stream s;
@@ -92,9 +77,9 @@ TEST_CASE("a registered mapping reaches the device bit for bit, without staging,
 }
 
 TEST_CASE("kernels read a mapped file in place") {
-    const temporary_directory dir;
+    const tests::temporary_directory dir;
     constexpr std::size_t size = 40 << 20;
-    chosen_source files({dir.write(3, size)}, {.use = source_use::in_place}, {.segment_bytes = 16 << 20});
+    chosen_source files({write(dir, 3, size)}, {.use = source_use::in_place}, {.segment_bytes = 16 << 20});
     if (!locks_files(files)) {
         return;
     }
@@ -108,8 +93,8 @@ TEST_CASE("kernels read a mapped file in place") {
 }
 
 TEST_CASE("a file that is cut under its mapping ends a load with an io_error, and the next load of good files works") {
-    const temporary_directory dir;
-    const auto path = dir.write(0, 30'000'000);
+    const tests::temporary_directory dir;
+    const auto path = write(dir, 0, 30'000'000);
     weight_stream<> loader;
     device_buffer there(30'000'000);
     const stream s;
@@ -120,7 +105,7 @@ TEST_CASE("a file that is cut under its mapping ends a load with an io_error, an
         std::filesystem::resize_file(path, 10'000'000);
         CHECK_THROWS_AS(loader.run(std::span(&all, 1), files, on_device(0, s.get())), io_error);
     }
-    dir.write(0, 30'000'000);
+    write(dir, 0, 30'000'000);
     mapped_source files({path});
     loader.run(std::span(&all, 1), files, on_device(0, s.get()));
     CHECK(tests::holds(tests::from_device(there.data(), there.size()), 0));
@@ -128,9 +113,9 @@ TEST_CASE("a file that is cut under its mapping ends a load with an io_error, an
 }
 
 TEST_CASE("load with a source for repeated use: the same bytes each time, from the mapping where there is one") {
-    const temporary_directory dir;
+    const tests::temporary_directory dir;
     tensor_list list;
-    list.files = {dir.write(0, 30'000'000)};
+    list.files = {write(dir, 0, 30'000'000)};
     list.tensors = {{"a", dtype::u8, {10'000'001}, 0, 17, 10'000'001}, {"b", dtype::u8, {15'000'000}, 0, 15'000'000, 15'000'000}};
     weight_stream<> loader;
     chosen_source files(list.files, {.use = source_use::repeated});
@@ -143,7 +128,7 @@ TEST_CASE("load with a source for repeated use: the same bytes each time, from t
 }
 
 TEST_CASE("an urgent load passes a background load on the same device") {
-    const temporary_directory dir;
+    const tests::temporary_directory dir;
     constexpr std::size_t large = 512 << 20;
     buffer<std::byte> pinned(large);
     tests::fill(pinned.span().first(64 << 20), 5);

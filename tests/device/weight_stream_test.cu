@@ -5,8 +5,6 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
-#include <cstdlib>
-#include <fstream>
 #include <optional>
 #include <thread>
 
@@ -17,23 +15,10 @@ using namespace penstock::literals;
 
 using device_buffer = buffer<std::byte, memory::device>;
 
-struct temporary_directory {
-    temporary_directory() {
-        std::string name = (std::filesystem::temp_directory_path() / "penstock-XXXXXX").string();
-        REQUIRE(::mkdtemp(name.data()) != nullptr);
-        path = name;
-    }
-    ~temporary_directory() { std::filesystem::remove_all(path); }
-
-    std::filesystem::path write(std::uint64_t which, std::size_t size) const {
-        std::vector<std::byte> data(size);
-        tests::fill(data, which);
-        const std::filesystem::path file = path / std::to_string(which);
-        std::ofstream(file, std::ios::binary).write(reinterpret_cast<const char*>(data.data()), static_cast<std::streamsize>(size));
-        return file;
-    }
-    std::filesystem::path path;
-};
+/// File number `which`, of bytes by formula.
+std::filesystem::path write(const tests::temporary_directory& dir, std::uint64_t which, std::size_t size) {
+    return tests::write_pattern(dir / std::to_string(which), which, size);
+}
 
 transfer make(std::uint64_t request, std::uint32_t file, std::uint64_t offset, std::byte* to, std::uint64_t size) {
     transfer t;
@@ -58,10 +43,10 @@ bool untouched(std::span<const std::byte> bytes) {
 
 /// Files, pageable and pinned memory to the device in one load, on a stream that is held up, so that staging runs full.
 template <class Stream>
-void everything_arrives(Stream& loader, const temporary_directory& dir) {
+void everything_arrives(Stream& loader, const tests::temporary_directory& dir) {
     constexpr std::size_t a = 20'000'003;
     constexpr std::size_t b = 5'000'001;
-    file_source files({dir.write(0, a + 9), dir.write(1, b)});
+    file_source files({write(dir, 0, a + 9), write(dir, 1, b)});
     std::vector<std::byte> pageable(b);
     buffer<std::byte> pinned(b);
     tests::fill(pageable, 2);
@@ -98,7 +83,7 @@ std::optional<weight_stream<>> stream_that_outlives_main;
 }  // namespace
 
 TEST_CASE("files, pageable and pinned memory arrive bit for bit, whatever chunk, depth and readers") {
-    const temporary_directory dir;
+    const tests::temporary_directory dir;
     for (const std::uint64_t chunk : {100'003ull, 1ull << 20, 8ull << 20}) {
         for (const std::uint32_t depth : {1u, 3u, 24u}) {
             weight_stream<chunking::run_time, prefetch::run_time> loader({.readers = depth == 3 ? 1 : 0}, {bytes{chunk}}, {depth});
@@ -113,14 +98,14 @@ TEST_CASE("files, pageable and pinned memory arrive bit for bit, whatever chunk,
 }
 
 TEST_CASE("the naive way arrives too: pageable memory and a synchronous copy a chunk") {
-    const temporary_directory dir;
+    const tests::temporary_directory dir;
     weight_stream<memory::pageable, chunking::fixed<1_MiB>> loader;
     everything_arrives(loader, dir);
 }
 
 TEST_CASE("a ticket's wait returns when the copies are enqueued, in the order of the stream") {
-    const temporary_directory dir;
-    file_source files({dir.write(0, 3'000'000)});
+    const tests::temporary_directory dir;
+    file_source files({write(dir, 0, 3'000'000)});
     weight_stream<chunking::fixed<1_MiB>> loader;
     loader.reserve();  // pinning memory may wait for the device
     poisoned there(3'000'000);
@@ -139,8 +124,8 @@ TEST_CASE("a ticket's wait returns when the copies are enqueued, in the order of
 }
 
 TEST_CASE("M13 host peak stays at staging, and staging at its bound") {
-    const temporary_directory dir;
-    file_source files({dir.write(0, 64 << 20)});
+    const tests::temporary_directory dir;
+    file_source files({write(dir, 0, 64 << 20)});
     weight_stream<chunking::fixed<1_MiB>, prefetch::depth<4>> loader;
     CHECK(loader.staging_bytes() == 0);
     poisoned there(64 << 20);
@@ -151,9 +136,9 @@ TEST_CASE("M13 host peak stays at staging, and staging at its bound") {
 }
 
 TEST_CASE("M16 error in the middle of a load: device memory is back, and the retry works") {
-    const temporary_directory dir;
+    const tests::temporary_directory dir;
     tensor_list list;
-    list.files = {dir.write(0, 30'000'000), dir.write(1, 30'000'000)};
+    list.files = {write(dir, 0, 30'000'000), write(dir, 1, 30'000'000)};
     list.tensors = {{"a", dtype::u8, {30'000'000}, 0, 0, 30'000'000}, {"b", dtype::u8, {30'000'000}, 1, 0, 30'000'000}};
     weight_stream<chunking::fixed<1_MiB>> loader;
     loader.reserve();
@@ -173,7 +158,7 @@ TEST_CASE("M16 error in the middle of a load: device memory is back, and the ret
                         io_error);
         std::filesystem::resize_file(list.files[1], 10'000'000);
         CHECK_THROWS_AS(static_cast<void>(loader.load(list, on_device(0))), io_error);
-        dir.write(1, 30'000'000);
+        write(dir, 1, 30'000'000);
         std::stop_source stop;
         CHECK_THROWS_AS(static_cast<void>(loader.load(
                             list, on_device(0), [&](const progress&) { stop.request_stop(); }, stop.get_token())),
@@ -188,8 +173,8 @@ TEST_CASE("M16 error in the middle of a load: device memory is back, and the ret
 }
 
 TEST_CASE("loads of several threads share a stream") {
-    const temporary_directory dir;
-    file_source files({dir.write(0, 8'000'000)});
+    const tests::temporary_directory dir;
+    file_source files({write(dir, 0, 8'000'000)});
     weight_stream<chunking::fixed<256_KiB>, prefetch::depth<6>, scheduler::priority<3>> loader;
     poisoned there(8 * 8'000'000);
     {
@@ -209,8 +194,8 @@ TEST_CASE("loads of several threads share a stream") {
 }
 
 TEST_CASE("a load is not capturable, and says so without spoiling the capture") {
-    const temporary_directory dir;
-    file_source files({dir.write(0, 1000)});
+    const tests::temporary_directory dir;
+    file_source files({write(dir, 0, 1000)});
     weight_stream<> loader;
     poisoned there(1000);
     const stream s;
@@ -224,8 +209,8 @@ TEST_CASE("a load is not capturable, and says so without spoiling the capture") 
 }
 
 TEST_CASE("the caller's device is unchanged by loads to every device") {
-    const temporary_directory dir;
-    file_source files({dir.write(0, 3'000'000)});
+    const tests::temporary_directory dir;
+    file_source files({write(dir, 0, 3'000'000)});
     weight_stream<chunking::fixed<1_MiB>> loader;
     for (int d = 0; d < device_count(); ++d) {
         check(cudaSetDevice(device_count() - 1 - d), "cudaSetDevice");

@@ -1,10 +1,11 @@
+#include "../fault_injection.hpp"
+
 #include <penstock/buffer/arena.hpp>
 #include <penstock/stream/staging.hpp>
 
 #include <doctest/doctest.h>
 
 #include <algorithm>
-#include <map>
 #include <random>
 #include <thread>
 #include <vector>
@@ -14,146 +15,91 @@ namespace {
 using namespace penstock;
 using namespace penstock::literals;
 
-/// The driver as a test wants it: refuses by size, in total, or at a given call; keeps the books.
-struct shim_books {
-    std::size_t largest_registration = ~std::size_t{0};
-    std::size_t total_limit = ~std::size_t{0};
-    int failing_call = -1;  ///< of register_memory, from 0
-    bool runtime_gives = true;
-
-    int calls = 0;
-    std::size_t pinned = 0;
-    std::map<void*, std::size_t> registered;
-    std::map<void*, std::size_t> allocated;
-    int wrong_releases = 0;
-};
-
-struct shim_pinning {
-    shim_books* books = nullptr;
-
-    cudaError_t register_memory(void* p, std::size_t size) const {
-        if (books->calls++ == books->failing_call || size > books->largest_registration || books->pinned + size > books->total_limit) {
-            return cudaErrorMemoryAllocation;
-        }
-        books->pinned += size;
-        books->registered[p] = size;
-        return cudaSuccess;
-    }
-    void unregister_memory(void* p) const noexcept { release(books->registered, p); }
-    cudaError_t allocate(void** p, std::size_t size) const {
-        if (!books->runtime_gives || books->pinned + size > books->total_limit) {
-            return cudaErrorMemoryAllocation;
-        }
-        *p = memory::pageable::allocate(size);
-        books->pinned += size;
-        books->allocated[*p] = size;
-        return cudaSuccess;
-    }
-    void deallocate(void* p) const noexcept {
-        if (release(books->allocated, p)) {
-            memory::pageable::deallocate(p, 0);
-        }
-    }
-    bool release(std::map<void*, std::size_t>& of, void* p) const noexcept {
-        const auto found = of.find(p);
-        if (found == of.end()) {
-            ++books->wrong_releases;
-            return false;
-        }
-        books->pinned -= found->second;
-        of.erase(found);
-        return true;
-    }
-};
-
-using shim_arena = basic_arena<shim_pinning>;
+using faults::had_by;
+using faults::ledger;
+using shim_arena = basic_arena<faults::pinning>;
 constexpr arena_options pinned_there{.device = 0};
-
-bool clean(const shim_books& books) {
-    return books.pinned == 0 && books.registered.empty() && books.allocated.empty() && books.wrong_releases == 0;
-}
 
 }  // namespace
 
 TEST_CASE("M05 whole-region registration fails, segments succeed") {
-    shim_books books;
-    books.largest_registration = 64 << 20;
+    ledger books;
+    books.locking.largest = 64 << 20;
     {
         shim_arena a(200'000'001, pinned_there, {&books});
         CHECK(a.pinned());
         CHECK(a.how() == "huge pages, registered in pieces of 64.0 MiB");
-        CHECK(books.registered.size() == 3);
-        CHECK(books.pinned == 200'003'584);
+        CHECK(books.blocks(had_by::locking) == 3);
+        CHECK(books.bytes() == 200'003'584);
         a.data()[200'000'000] = std::byte{1};
         auto moved = std::move(a);
-        CHECK(books.registered.size() == 3);
+        CHECK(books.blocks(had_by::locking) == 3);
     }
-    CHECK(clean(books));
+    CHECK(books.clean());
 }
 
 TEST_CASE("M05 one segment fails: earlier ones are unregistered once, and the runtime's memory takes their place") {
-    shim_books books;
-    books.largest_registration = 64 << 20;
-    books.failing_call = 1 + 2;  // the whole, then the third of four pieces
+    ledger books;
+    books.locking.largest = 64 << 20;
+    books.locking.failing_call = 1 + 2;  // the whole, then the third of four pieces
     {
         shim_arena a(256 << 20, pinned_there, {&books});
         CHECK(a.pinned());
         CHECK(a.how().find("cudaHostAlloc (cudaHostRegister of 64.0 MiB") == 0);
-        CHECK(books.registered.empty());
-        CHECK(books.allocated.size() == 1);
-        CHECK(books.pinned == 256 << 20);
+        CHECK(books.blocks(had_by::locking) == 0);
+        CHECK(books.blocks(had_by::allocating) == 1);
+        CHECK(books.bytes() == 256 << 20);
     }
-    CHECK(clean(books));
-    books = {};
-    books.largest_registration = 64 << 20;
-    books.failing_call = 1 + 2;
-    books.runtime_gives = false;
+    CHECK(books.clean());
+    ledger stingy;
+    stingy.locking.largest = 64 << 20;
+    stingy.locking.failing_call = 1 + 2;
+    stingy.allocating.largest = 0;
     {
-        shim_arena a(256 << 20, pinned_there, {&books});
+        shim_arena a(256 << 20, pinned_there, {&stingy});
         CHECK_FALSE(a.pinned());
         CHECK(a.how().find("huge pages, pageable (cudaHostRegister of 64.0 MiB") == 0);
         CHECK(a.how().find("; cudaHostAlloc:") != std::string::npos);
         a.data()[(256 << 20) - 1] = std::byte{1};
     }
-    CHECK(clean(books));
+    CHECK(stingy.clean());
 }
 
 TEST_CASE("an arena is registered whole when it can be, and rounded up to a page only") {
-    shim_books books;
+    ledger books;
     {
         const shim_arena a(5'000'001, pinned_there, {&books});
         CHECK(a.how() == "huge pages, registered");
-        CHECK(books.registered.size() == 1);
-        CHECK(books.pinned == shim_arena::bytes_needed(5'000'001));
+        CHECK(books.blocks(had_by::locking) == 1);
+        CHECK(books.bytes() == shim_arena::bytes_needed(5'000'001));
         CHECK(shim_arena::bytes_needed(5'000'001) - 5'000'001 < 4096);
         CHECK(a.size() == 5'000'001);
         CHECK(reinterpret_cast<std::uintptr_t>(a.data()) % (2 << 20) == 0);
         const shim_arena small(100, {.device = 0, .huge_pages = false}, {&books});
         CHECK(small.how() == "pages of 4 KiB, registered");
     }
-    CHECK(clean(books));
+    CHECK(books.clean());
 }
 
 TEST_CASE("M06 small hard limit on pinned memory: staging makes do with fewer slots, then without pinning") {
-    shim_books books;
-    books.total_limit = 64 << 20;
+    ledger books;
+    books.in_all = 64 << 20;
     {
-        detail::staging<memory::pinned, shim_pinning> s;
+        detail::staging<memory::pinned, faults::pinning> s;
         s.allocate(8 << 20, 24, 0, {&books});
         CHECK(s.slots() == 6);
-        CHECK(s.bytes() == 48u << 20);
         CHECK(s.how() == "huge pages, registered");
-        CHECK(books.pinned == 48u << 20);
+        CHECK(books.bytes() == s.bytes());
     }
-    CHECK(clean(books));
-    books.total_limit = 1 << 20;
+    CHECK(books.clean());
+    books.in_all = 1 << 20;
     {
-        detail::staging<memory::pinned, shim_pinning> s;
+        detail::staging<memory::pinned, faults::pinning> s;
         s.allocate(8 << 20, 24, 0, {&books});
         CHECK(s.slots() == 24);
         CHECK(s.how().find("pageable (cudaHostRegister of 8.0 MiB") != std::string::npos);
     }
-    CHECK(clean(books));
+    CHECK(books.clean());
 }
 
 TEST_CASE("without a device an arena is pageable and says so; zero bytes are legal") {
@@ -166,9 +112,9 @@ TEST_CASE("without a device an arena is pageable and says so; zero bytes are leg
     CHECK(none.take(0).size() == 0);
     CHECK_THROWS_AS(static_cast<void>(none.take(1)), out_of_memory);
     CHECK_THROWS_AS(arena(std::size_t{1} << 60), out_of_memory);
-    shim_books books;
+    ledger books;
     { const shim_arena empty(0, pinned_there, {&books}); }
-    CHECK(books.calls == 0);
+    CHECK(books.locking.calls == 0);
 }
 
 TEST_CASE("an arena over the caller's memory gives that out") {

@@ -1,10 +1,10 @@
 #pragma once
 
+#include "../known_bytes.hpp"
+
 #include <penstock/checkpoint/checkpoint.hpp>
 
 #include <doctest/doctest.h>
-
-#include <stdlib.h>
 
 #include <cstring>
 #include <fstream>
@@ -13,34 +13,7 @@
 
 namespace files {
 
-/// A directory of its own that is removed with everything in it.
-class temporary_directory {
-public:
-    temporary_directory() {
-        std::string pattern = (std::filesystem::temp_directory_path() / "penstock-XXXXXX").string();
-        REQUIRE(::mkdtemp(pattern.data()) != nullptr);
-        path_ = pattern;
-    }
-    temporary_directory(const temporary_directory&) = delete;
-    temporary_directory& operator=(const temporary_directory&) = delete;
-    ~temporary_directory() {
-        std::error_code ignored;
-        std::filesystem::remove_all(path_, ignored);
-    }
-
-    std::filesystem::path operator/(const std::string& name) const { return path_ / name; }
-    const std::filesystem::path& path() const { return path_; }
-
-    /// Writes a file and gives its path.
-    std::filesystem::path write(const std::string& name, const std::string& content) const {
-        std::filesystem::create_directories((path_ / name).parent_path());
-        std::ofstream(path_ / name, std::ios::binary) << content;
-        return path_ / name;
-    }
-
-private:
-    std::filesystem::path path_;
-};
+using tests::temporary_directory;
 
 /// A safetensors file: length, header, data.
 inline std::string st(const std::string& header, const std::string& data = "", std::optional<std::uint64_t> length = std::nullopt) {

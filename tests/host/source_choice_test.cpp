@@ -1,44 +1,15 @@
+#include "../fault_injection.hpp"
+#include "../known_bytes.hpp"
+
 #include <penstock/stream/weight_stream.hpp>
 
 #include <doctest/doctest.h>
 
-#include <cstdlib>
-#include <fstream>
-#include <set>
-
 namespace {
 
 using namespace penstock;
-
-struct temporary_directory {
-    explicit temporary_directory(const std::filesystem::path& where = std::filesystem::temp_directory_path()) {
-        std::string name = (where / "penstock-XXXXXX").string();
-        REQUIRE(::mkdtemp(name.data()) != nullptr);
-        path = name;
-    }
-    ~temporary_directory() { std::filesystem::remove_all(path); }
-    std::filesystem::path path;
-};
-
-std::byte pattern(std::uint64_t offset) { return static_cast<std::byte>((offset * 0x9e3779b97f4a7c15u) >> 56); }
-
-std::filesystem::path write_file(const temporary_directory& dir, const char* name, std::size_t size) {
-    std::vector<std::byte> data(size);
-    for (std::size_t i = 0; i < size; ++i) {
-        data[i] = pattern(i);
-    }
-    std::ofstream(dir.path / name, std::ios::binary).write(reinterpret_cast<const char*>(data.data()), static_cast<std::streamsize>(size));
-    return dir.path / name;
-}
-
-bool holds(std::span<const std::byte> data, std::uint64_t offset) {
-    for (std::size_t i = 0; i < data.size(); ++i) {
-        if (data[i] != pattern(offset + i)) {
-            return false;
-        }
-    }
-    return true;
-}
+using tests::temporary_directory;
+using tests::write_pattern;
 
 /// Writes the file's pages to the disk and drops them. Whether they went: a file system in memory keeps them.
 bool drop_pages(const std::filesystem::path& path) {
@@ -59,17 +30,8 @@ double cached(const std::filesystem::path& path) {
     return part;
 }
 
-/// A driver that locks everything, or nothing.
-struct locking {
-    std::set<void*>* locked = nullptr;  ///< null: nothing
-
-    [[nodiscard]] bool available() const noexcept { return true; }
-    cudaError_t lock(void* p, std::size_t, unsigned) const {
-        return locked != nullptr && locked->insert(p).second ? cudaSuccess : cudaErrorNotSupported;
-    }
-    void unlock(void* p) const noexcept { locked->erase(p); }
-};
-
+using faults::ledger;
+using faults::locking;
 using source = basic_chosen_source<locking>;
 constexpr std::uint64_t mib = std::uint64_t{1} << 20;
 
@@ -90,12 +52,12 @@ TEST_CASE("read once: what is in the page cache by buffered reads, what is not b
             continue;
         }
         const temporary_directory dir(folder);
-        const auto path = write_file(dir, "a", 2 * mib);
+        const auto path = write_pattern(dir / "a", 0, 2 * mib);
         {
             source files({path});
             CHECK(files.condition(0).empty());
             files.read(0, 77, to);
-            CHECK(holds(to, 77));
+            CHECK(tests::holds(to, 0, 77));
             CHECK(files.condition(0) == "pread, in the page cache (read once)");
             CHECK(files.in_place(0, 0, 100).data == nullptr);
             CHECK_THROWS_WITH_AS(static_cast<void>(files.pinned(0, 0, 16)), doctest::Contains("read once"), configuration_error);
@@ -103,7 +65,7 @@ TEST_CASE("read once: what is in the page cache by buffered reads, what is not b
         if (drop_pages(path)) {
             source files({path});
             files.read(0, 77, to);
-            CHECK(holds(to, 77));
+            CHECK(tests::holds(to, 0, 77));
             const std::string how = files.condition(0);
             MESSAGE(std::string(folder) << ": " << how);
             CHECK((how == "direct reads, from the disk (read once)" || how.find("direct reads refused (") == 0));
@@ -117,7 +79,7 @@ TEST_CASE("the page cache is kept or dropped by choice") {
     std::vector<std::byte> to(2 * mib);
     for (const char* folder : {"/tmp", "/var/tmp"}) {
         const temporary_directory dir(folder);
-        const auto path = write_file(dir, "a", 2 * mib);
+        const auto path = write_pattern(dir / "a", 0, 2 * mib);
         if (!drop_pages(path)) {
             MESSAGE(std::string(folder) << ": keeps its pages");
             continue;
@@ -126,7 +88,7 @@ TEST_CASE("the page cache is kept or dropped by choice") {
             {
                 file_source files({path}, file_access::buffered, choice);
                 files.read(0, 0, to);
-                CHECK(holds(to, 0));
+                CHECK(tests::holds(to, 0, 0));
             }
             CHECK(cached(path) == (choice == page_cache::keep ? 1.0 : 0.0));
         }
@@ -135,48 +97,48 @@ TEST_CASE("the page cache is kept or dropped by choice") {
 
 TEST_CASE("read repeatedly or used in place: a locked mapping, and reads where it is refused") {
     const temporary_directory dir;
-    const auto path = write_file(dir, "a", 2 * mib);
+    const auto path = write_pattern(dir / "a", 0, 2 * mib);
     std::vector<std::byte> to(1000);
     for (const source_use use : {source_use::repeated, source_use::in_place}) {
         const std::string wish = use == source_use::repeated ? "read repeatedly" : "used in place";
-        std::set<void*> locked;
+        ledger locked;
         {
             source files({path}, {.use = use}, {}, locking{&locked});
             const bytes_in_place part = files.in_place(0, 5, 1000);
-            CHECK(holds({part.data, 1000}, 5));
+            CHECK(tests::holds({part.data, 1000}, 0, 5));
             CHECK(files.condition(0) == "registered mapping (registered, read-only) (" + wish + ")");
-            CHECK(holds({files.pinned(0, 16, 100), 100}, 16));
+            CHECK(tests::holds({files.pinned(0, 16, 100), 100}, 0, 16));
             files.read(0, 5, to);
-            CHECK(holds(to, 5));
+            CHECK(tests::holds(to, 0, 5));
             files.refuse_in_place(0, "a device says no");
             CHECK(files.in_place(0, 5, 1000).data == nullptr);
             CHECK(files.condition(0) == "pread, in the page cache (registered mapping refused: a device says no)");
         }
-        CHECK(locked.empty());
+        CHECK(locked.clean());
         source refused({path}, {.use = use}, {}, locking{});
         CHECK(refused.in_place(0, 5, 1000).data == nullptr);
         refused.read(0, 5, to);
-        CHECK(holds(to, 5));
+        CHECK(tests::holds(to, 0, 5));
         CHECK(refused.condition(0).find(
                   "pread, in the page cache (registered mapping refused: pageable (cudaHostRegister: operation not supported") == 0);
-        source missing({dir.path / "none"}, {.use = use}, {}, locking{});
+        source missing({dir / "none"}, {.use = use}, {}, locking{});
         CHECK_THROWS_WITH_AS(missing.read(0, 0, to), doctest::Contains("No such file"), io_error);
     }
 }
 
 TEST_CASE("what is read repeatedly is mapped once it is in the page cache") {
     const temporary_directory dir("/var/tmp");
-    const auto path = write_file(dir, "a", 2 * mib);
+    const auto path = write_pattern(dir / "a", 0, 2 * mib);
     if (!drop_pages(path)) {
         MESSAGE("the file system keeps its pages");
         return;
     }
-    std::set<void*> locked;
+    ledger locked;
     source files({path}, {.use = source_use::repeated}, {}, locking{&locked});
     CHECK(files.in_place(0, 0, 100).data == nullptr);
     std::vector<std::byte> to(2 * mib);
     files.read(0, 0, to);
-    CHECK(holds(to, 0));
+    CHECK(tests::holds(to, 0, 0));
     CHECK(files.condition(0) == "pread, from the disk (read repeatedly: to be mapped when it is in the page cache)");
     std::this_thread::sleep_for(std::chrono::milliseconds(150));
     CHECK(files.in_place(0, 0, 100).data != nullptr);
@@ -184,8 +146,8 @@ TEST_CASE("what is read repeatedly is mapped once it is in the page cache") {
 
 TEST_CASE("transfers are turned into copies from locked memory piece by piece, and cover every byte once") {
     const temporary_directory dir;
-    const auto path = write_file(dir, "a", 40 * mib);
-    std::set<void*> locked;
+    const auto path = write_pattern(dir / "a", 0, 40 * mib);
+    ledger locked;
     source files({path}, {.use = source_use::in_place}, {.segment_bytes = 16 * mib}, locking{&locked});
     std::vector<std::byte> to(40 * mib);
     std::vector<transfer> list{from_file(5, std::span(to).first(1000)), from_file(7, std::span(to).subspan(2000, 0)),
@@ -201,7 +163,7 @@ TEST_CASE("transfers are turned into copies from locked memory piece by piece, a
         CHECK(result[i].offset == at);
         CHECK(result[i].destination == to.data() + at);
         CHECK(result[i].memory_is_pinned);
-        CHECK(holds({result[i].memory, result[i].bytes}, at));
+        CHECK(tests::holds({result[i].memory, result[i].bytes}, 0, at));
         CHECK((at + result[i].bytes) % (16 * mib) == (i < 4 ? 0 : 10'000 + 7 * mib));
         at += result[i].bytes;
     }
@@ -220,11 +182,7 @@ namespace {
 
 /// Counts what it is asked, and has every second piece of 1000 bytes in place.
 struct every_second_piece final : byte_source {
-    explicit every_second_piece(std::uint64_t size) : data(size) {
-        for (std::uint64_t i = 0; i < size; ++i) {
-            data[i] = pattern(i);
-        }
-    }
+    explicit every_second_piece(std::uint64_t size) : data(size) { tests::fill(data, 0); }
     void read(std::uint32_t, std::uint64_t offset, std::span<std::byte> into) override {
         std::copy_n(data.data() + offset, into.size(), into.data());
     }
@@ -271,18 +229,18 @@ TEST_CASE("a source is asked once for neighbours, and its pieces need not fit th
 TEST_CASE("load chooses by itself, says what it chose, and takes a source of the caller's") {
     const temporary_directory dir;
     tensor_list list;
-    list.files = {write_file(dir, "a", 3 * mib)};
+    list.files = {write_pattern(dir / "a", 0, 3 * mib)};
     list.tensors = {{"one", dtype::u8, {mib}, 0, 100, mib}, {"two", dtype::u8, {mib}, 0, mib + 100, mib}};
     weight_stream<> stream({.readers = 2});
     const loaded_tensors chosen = stream.load(list, on_host());
     CHECK(chosen.report().source == "pread, in the page cache (read once)");
-    CHECK(holds({chosen["two"].data, mib}, mib + 100));
+    CHECK(tests::holds({chosen["two"].data, mib}, 0, mib + 100));
     file_source direct(list.files, file_access::direct);
     const loaded_tensors given = stream.load(list, direct, on_host());
     CHECK(given.report().source.find("direct reads") == 0);
-    CHECK(holds({given["one"].data, mib}, 100));
+    CHECK(tests::holds({given["one"].data, mib}, 0, 100));
     const loaded_tensors dropped = stream.load(list, on_host(), {}, {}, {.cache = page_cache::drop});
-    CHECK(holds({dropped["one"].data, mib}, 100));
+    CHECK(tests::holds({dropped["one"].data, mib}, 0, 100));
     list.tensors.push_back({"beyond", dtype::u8, {10}, 0, 3 * mib - 5, 10});
     CHECK_THROWS_WITH_AS(static_cast<void>(stream.load(list, direct, on_host())), doctest::Contains("\"beyond\" ends at byte"), io_error);
 }
