@@ -2,13 +2,13 @@
 // register; products take it in any order among the library's own.
 
 #include <penstock/buffer/buffer.hpp>
+#include <penstock/buffer/host_cores.hpp>
 #include <penstock/residency/slot_map.hpp>
 #include <penstock/stream/weight_stream.hpp>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <thread>
 #include <vector>
 
 namespace ps = penstock;
@@ -33,7 +33,8 @@ struct unbroken_rows {  // chunking: whole rows, about 256 KiB of them, and a lo
 
 struct two_a_core {  // prefetch: as many chunks in flight as keep this machine's cores busy
     using policy_axis = ps::axis::prefetch;
-    std::uint32_t chunks_ahead(std::uint64_t) const noexcept { return 2 * std::max(1u, std::thread::hardware_concurrency()); }
+    std::uint32_t chunks = 2 * ps::usable_cores();  // asked once: the answer is in files
+    std::uint32_t chunks_ahead(std::uint64_t) const noexcept { return chunks; }
 };
 
 struct shortest_first {  // scheduling: the request with the fewest chunks left goes next

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <penstock/buffer/host_cores.hpp>
 #include <penstock/stream/place.hpp>
 
 #include <algorithm>
@@ -31,7 +32,7 @@ inline double seconds_of(const std::function<void()>& work) {
 
 /// Best of five, each thread on its own part of 256 MiB a thread that was filled before.
 inline ceilings measure_host_ceilings() {
-    const unsigned threads = std::max(1u, std::thread::hardware_concurrency());
+    const unsigned threads = ps::usable_cores();
     constexpr std::size_t part = std::size_t{256} << 20;
     std::vector<std::vector<std::uint64_t>> from(threads), to(threads);
     std::vector<std::uint64_t> sums(threads);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <penstock/buffer/host_cores.hpp>
 #include <penstock/checkpoint/checkpoint.hpp>
 #include <penstock/dispatch/decode.hpp>
 
@@ -81,7 +82,7 @@ inline void write_random_checkpoint(const std::filesystem::path& directory, std:
     std::atomic<std::uint32_t> next{0};
     {
         std::vector<std::jthread> writers;
-        for (unsigned t = 0; t < std::min(layers, std::max(1u, std::thread::hardware_concurrency())); ++t) {
+        for (unsigned t = 0; t < std::min(layers, ps::usable_cores()); ++t) {
             writers.emplace_back([&] {
                 for (std::uint32_t l = next++; l < layers; l = next++) {
                     ps::write_safetensors(directory / shard_name(l), tensors_of(l));

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <penstock/buffer/host_cores.hpp>
 #include <penstock/cuda/device.hpp>
 #include <penstock/error.hpp>
 #include <penstock/units.hpp>
@@ -27,7 +28,7 @@ namespace penstock::inline v0_1 {
 struct arena_options {
     int device = -1;         ///< pinned, near this GPU; negative: pageable
     bool huge_pages = true;  ///< ask for transparent huge pages
-    unsigned threads = 0;    ///< that touch the pages first; 0: one for each core, at most 16
+    unsigned threads = 0;    ///< that touch the pages first; 0: one for each usable core, at most 16
 };
 
 namespace detail {
@@ -75,8 +76,7 @@ inline void prefer_node(void* p, std::size_t size, int node) noexcept {
 inline void touch_pages(std::byte* p, std::size_t size, unsigned threads) {
     constexpr std::size_t page = 4096;
     constexpr std::size_t worth_a_thread = std::size_t{32} << 20;
-    const unsigned cores = std::max(1u, std::thread::hardware_concurrency());
-    const std::size_t most = threads > 0 ? threads : std::min(cores, 16u);
+    const std::size_t most = threads > 0 ? threads : std::min(usable_cores(), 16u);
     const std::size_t count = std::min<std::size_t>(most, size / worth_a_thread + 1);
     const std::size_t share = round_up(ceil_div(size, count), huge_page_bytes);
     const auto touch = [&](std::size_t i) {

@@ -1,8 +1,8 @@
 #pragma once
 
+#include <penstock/buffer/host_cores.hpp>
 #include <penstock/config.hpp>
 
-#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
@@ -18,9 +18,9 @@ namespace penstock::inline v0_1 {
 /// A few threads that share out numbered items. Started by the constructor, joined by the destructor; asleep between calls.
 class thread_pool {
 public:
-    /// @param threads that work on a call, the caller's own among them; 0: as many as the process may use.
+    /// @param threads that work on a call, the caller's own among them; 0: one for each usable core.
     explicit thread_pool(unsigned threads = 0) {
-        const unsigned wanted = threads != 0 ? threads : std::max(1u, std::thread::hardware_concurrency());
+        const unsigned wanted = threads != 0 ? threads : usable_cores();
         helpers_.reserve(wanted - 1);
         try {
             for (unsigned w = 1; w < wanted; ++w) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <penstock/buffer/host_cores.hpp>
 #include <penstock/model/record_slice.hpp>
 #include <penstock/model/shard_plan.hpp>
 #include <penstock/stream/on_every_place.hpp>
@@ -287,7 +288,7 @@ inline void add(shard_report& to, const stream_report& r) {
 }
 
 [[nodiscard]] inline int readers_of_each(int wanted, std::size_t places) noexcept {
-    const auto cores = static_cast<int>(std::thread::hardware_concurrency());
+    const auto cores = static_cast<int>(usable_cores());
     return wanted > 0 ? wanted : std::clamp(cores / static_cast<int>(larger<std::size_t>(places, 1)), 2, 12);
 }
 
