@@ -116,6 +116,9 @@ TEST_CASE("M02 zero-byte pin, register, allocate, copy") {
 }
 
 TEST_CASE("M03 registering a read-only file mapping") {
+    int read_only = 0;
+    check(cudaDeviceGetAttribute(&read_only, cudaDevAttrHostRegisterReadOnlySupported, 0), "cudaDeviceGetAttribute");
+    MESSAGE("the driver " << (read_only != 0 ? "knows" : "does not know") << " read-only registration");
     for (const int protection : {PROT_READ, PROT_READ | PROT_WRITE}) {
         const mapping file(protection, 1'000'000);
         const std::span<const std::byte> bytes(file.data, file.size);
@@ -145,6 +148,9 @@ TEST_CASE("M03 registering a read-only file mapping") {
 
 TEST_CASE("M08 pinned for one device only") {
     const int devices = device_count();
+    if (devices < 2) {
+        MESSAGE("one GPU here: copies to another one are not tested");
+    }
     check(cudaSetDevice(0), "cudaSetDevice");
     std::optional<buffer<std::byte>> pinned(std::in_place, 1'000'000);
     tests::fill(pinned->span(), 4);

@@ -1,3 +1,5 @@
+#include "../fault_injection.hpp"
+
 #include <penstock/buffer/buffer.hpp>
 
 #include <doctest/doctest.h>
@@ -27,29 +29,22 @@ static_assert(!std::is_copy_constructible_v<buffer<int>> && std::is_nothrow_move
 static_assert(!std::is_constructible_v<buffer<int, memory::registered>, std::size_t>);
 static_assert(buffer<double>::bytes_needed(3) == 24);
 
-struct counting {
-    using policy_axis = axis::memory;
-    static constexpr bool host_accessible = true;
-    static constexpr bool device_accessible = false;
-    static constexpr bool page_aligned = true;
-    static inline std::size_t held = 0;
-    static void* allocate(std::size_t size) {
-        held += size;
-        return memory::pageable::allocate(size);
-    }
-    static void deallocate(void* p, std::size_t size) noexcept {
-        held -= size;
-        memory::pageable::deallocate(p, size);
-    }
+using counting = faults::rationed<memory::pageable>;
+
+/// Counts what is held while it lives.
+struct counted : faults::ledger {
+    counted() { counting::books = this; }
+    ~counted() { counting::books = nullptr; }
 };
 
 }  // namespace
 
 TEST_CASE("a buffer has exactly the elements asked for, at a multiple of 256 bytes") {
+    const counted held;
     buffer<int, counting> b(1001);
     CHECK(b.size() == 1001);
     CHECK(b.size_bytes() == 4004);
-    CHECK(counting::held == 4004);
+    CHECK(held.bytes() == 4004);
     CHECK(reinterpret_cast<std::uintptr_t>(b.data()) % 256 == 0);
     std::iota(b.begin(), b.end(), 0);
     CHECK(b.span()[1000] == 1000);
@@ -58,6 +53,7 @@ TEST_CASE("a buffer has exactly the elements asked for, at a multiple of 256 byt
 }
 
 TEST_CASE("a buffer is moved, never copied, and freed once") {
+    const counted held;
     {
         buffer<int, counting> a(10);
         int* p = a.data();
@@ -67,13 +63,13 @@ TEST_CASE("a buffer is moved, never copied, and freed once") {
         buffer<int, counting> c(5);
         c = std::move(b);
         CHECK(c.data() == p);
-        CHECK(counting::held == 40);
+        CHECK(held.bytes() == 40);
         buffer<int, counting>& same = c;
         c = std::move(same);
         CHECK(c.data() == p);
         CHECK(c.size() == 10);
     }
-    CHECK(counting::held == 0);
+    CHECK(held.clean());
 }
 
 TEST_CASE("M02 a buffer of no elements is legal in every kind of memory") {
@@ -90,6 +86,7 @@ TEST_CASE("M02 a buffer of no elements is legal in every kind of memory") {
 }
 
 TEST_CASE("a buffer over the caller's memory does not own it") {
+    const counted held;
     std::array<int, 4> memory{1, 2, 3, 4};
     {
         auto b = buffer<int, counting>::over(memory);
@@ -99,7 +96,7 @@ TEST_CASE("a buffer over the caller's memory does not own it") {
         CHECK(moved[2] == 7);
     }
     CHECK(memory[2] == 7);
-    CHECK(counting::held == 0);
+    CHECK(held.clean());
     CHECK((buffer<int, memory::registered>::over(memory).span().size()) == 4);
 }
 

@@ -1,6 +1,12 @@
+#include "../fault_injection.hpp"
 #include "checkpoint_files.hpp"
 
 #include <penstock/stream/weight_stream.hpp>
+
+#include <numeric>
+
+#include <fcntl.h>
+#include <unistd.h>
 
 using namespace files;
 using penstock::checkpoint;
@@ -99,30 +105,64 @@ TEST_CASE("F26 one read call larger than the kernel allows") {
     }
 }
 
-TEST_CASE("F26 short reads and interruptions are continued") {
-    std::string data(96, '\0');
-    for (std::size_t i = 0; i < data.size(); ++i) {
-        data[i] = static_cast<char>(i);
-    }
-    int calls = 0;
-    const auto read_at = [&](int, void* into, std::size_t bytes, off_t offset) -> ssize_t {
-        if (++calls % 3 == 0) {
-            errno = EINTR;
-            return -1;
+TEST_CASE("F26 short reads and interruptions are continued, and a short file is an error") {
+    // A source of the user's own: seven bytes a call, every third interrupted.
+    struct hesitant_files final : penstock::byte_source {
+        explicit hesitant_files(const std::filesystem::path& path) : path(path), descriptor(::open(path.c_str(), O_RDONLY)) {}
+        ~hesitant_files() override { ::close(descriptor); }
+        void read(std::uint32_t, std::uint64_t offset, std::span<std::byte> into) override {
+            penstock::detail::read_fully(faults::hesitant{::pread}, descriptor, offset, into, [&] { return path.string(); });
         }
-        const std::size_t left = data.size() - std::min(data.size(), static_cast<std::size_t>(offset)),
-                          n = std::min({bytes, left, std::size_t{7}});
-        std::memcpy(into, data.data() + offset, n);
-        return static_cast<ssize_t>(n);
+        std::string name(std::uint32_t) const override { return path.string(); }
+        std::filesystem::path path;
+        int descriptor;
     };
-    std::string got(96, 'x');
-    penstock::detail::read_fully(read_at, -1, 0, std::as_writable_bytes(std::span(got)), [] { return std::string("shim"); });
-    CHECK(got == data);
-    const std::string text = refusal<penstock::io_error>([&] {
-        penstock::detail::read_fully(read_at, -1, 90, std::as_writable_bytes(std::span(got)).first(10), [] { return std::string("shim"); });
-        return 0;
-    });
-    CHECK(says(text, {"shim", "90", "10", "6"}));
+    const temporary_directory dir;
+    std::string data(96, '\0');
+    std::iota(data.begin(), data.end(), '\1');
+    const auto path = dir.write("x.safetensors", st(header({entry("t", "F32", "[24]", 0, 96)}), data));
+    const checkpoint weights = checkpoint::open(path);
+    hesitant_files source(path);
+    penstock::weight_stream<> stream({.readers = 2});
+    CHECK(std::memcmp(stream.load(weights.all(), source, on_host())["t"].data, data.data(), 96) == 0);
+    std::filesystem::resize_file(path, weights.find("t")->offset + 90);
+    CHECK(says(refusal<penstock::io_error>([&] { return stream.load(weights.all(), source, on_host()); }),
+               {path.c_str(), "96 bytes were wanted", std::to_string(weights.find("t")->offset).c_str(), "90 were got"}));
+}
+
+TEST_CASE("F21 one element of every type is loaded byte for byte") {
+    const std::vector<std::pair<std::string, std::uint64_t>> types{
+        {"BOOL", 1}, {"U8", 1},  {"I8", 1},  {"U16", 2}, {"I16", 2}, {"F16", 2},     {"BF16", 2},    {"U32", 4},    {"I32", 4},
+        {"F32", 4},  {"U64", 8}, {"I64", 8}, {"F64", 8}, {"C64", 8}, {"F8_E4M3", 1}, {"F8_E5M2", 1}, {"F8_E8M0", 1}};
+    std::string text = "{", data;
+    for (const auto& [type, size] : types) {
+        text += (data.empty() ? "" : ",") + entry(type, type, "[1]", data.size(), data.size() + size);
+        for (std::uint64_t i = 0; i < size; ++i) {
+            data += static_cast<char>(data.size() + 1);
+        }
+    }
+    const temporary_directory dir;
+    penstock::weight_stream<> stream({.readers = 1});
+    const auto loaded = stream.load(checkpoint::open(dir.write("x.safetensors", st(text + "}", data))).all(), on_host());
+    REQUIRE(loaded.size() == types.size());
+    std::uint64_t at = 0;
+    for (const auto& [type, size] : types) {
+        CHECK(penstock::name(loaded[type].type) == type);
+        REQUIRE(loaded[type].bytes == size);
+        CHECK(std::memcmp(loaded[type].data, data.data() + at, size) == 0);
+        at += size;
+    }
+}
+
+TEST_CASE("F22 rows of half bytes are loaded as they lie") {
+    const temporary_directory dir;
+    penstock::weight_stream<> stream({.readers = 1});
+    for (const auto& [shape, size] : {std::pair("[2,8]", 8u), {"[2,5]", 5u}}) {
+        const auto path = dir.write("x.safetensors", st(header({entry("t", "F4", shape, 0, size)}), std::string("12345678", size)));
+        const auto loaded = stream.load(checkpoint::open(path).all(), on_host());
+        CHECK(loaded["t"].bytes == size);
+        CHECK(std::memcmp(loaded["t"].data, "12345678", size) == 0);
+    }
 }
 
 TEST_CASE("F28 unaligned starts and ragged tails do not spill into their neighbours") {

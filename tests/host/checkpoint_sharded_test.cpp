@@ -173,13 +173,18 @@ TEST_CASE("F35 a byte order mark at the start of the index is accepted") {
 }
 
 TEST_CASE("F36 shard names that leave the model folder") {
-    const temporary_directory outside;
-    const std::string elsewhere = outside.write("x.safetensors", single("a", 9));
+    // Every one of these files is there and holds the tensor.
+    const temporary_directory root;
+    const std::string elsewhere = root.write("elsewhere/x.safetensors", single("a", 9));
+    root.write("x.safetensors", single("a", 9));
+    root.write("model/sub/y.safetensors", single("a", 9));
+    root.write(R"(model/..\x.safetensors)", single("a", 9));
     for (const std::string& name :
          {std::string("../x.safetensors"), elsewhere, std::string("sub/../../x.safetensors"), std::string("sub/y.safetensors"),
-          std::string("..\\\\x.safetensors"), std::string(), std::string("."), std::string(".."), std::string("x\\u0000")}) {
-        const std::string text = refused(R"({"weight_map":{"a":")" + name + "\"}}");
-        CHECK(says(text, {"\"a\"", "without a path"}));
+          std::string(R"(..\\x.safetensors)"), std::string(), std::string("."), std::string(".."), std::string(R"(x\u0000)")}) {
+        root.write(std::string("model/") + index_name, R"({"weight_map":{"a":")" + name + "\"}}");
+        const std::string text = refusal<format_error>([&] { return checkpoint::open(root / "model"); });
+        CHECK(says(text, {index_name, "\"a\"", "without a path"}));
     }
 }
 

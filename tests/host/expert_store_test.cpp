@@ -7,6 +7,9 @@
 #include <random>
 #include <set>
 
+/// Under AddressSanitizer a request that is too large fails as it does elsewhere, instead of ending the program.
+extern "C" const char* __asan_default_options() { return "allocator_may_return_null=1"; }  // NOLINT: the sanitizer's name
+
 namespace ps = penstock;
 using namespace ps::literals;
 using tests::tiny_model;
@@ -188,6 +191,14 @@ TEST_CASE("M20 budgets at their corners") {
     CHECK(host_store(tiny, {{tiny.slot_bytes()}, {0}}).report().slots == 1);
     CHECK(host_store(tiny, {}).report().slots == 16);
     CHECK(host_store(tiny, {{tiny.slot_bytes() * 1000}, {0}}).report().slots == 16);
+    const ps::bytes almost_automatic{ps::automatic.count - 1};
+    CHECK(host_store(tiny, {almost_automatic, {0}}).report().slots == 16);
+    CHECK(host_store(tiny, {{tiny.slot_bytes()}, almost_automatic}).report().host_slots == 16);
+    CHECK(host_store(tiny, {{tiny.slot_bytes()}, {1}}).report().host_slots == 0);
+    // More than there is: at construction, not at the first step.
+    tiny.model.layers[0].layout.bytes = std::uint64_t{1} << 46;
+    CHECK_THROWS_WITH_AS(host_store(tiny, {almost_automatic, {0}}), doctest::Contains("host memory ran out: 1024.0 TiB"),
+                         ps::out_of_memory);
     CHECK_THROWS_AS(ps::make_expert_store(ps::moe_model{}, {}, ps::on_host()), ps::configuration_error);
 }
 
