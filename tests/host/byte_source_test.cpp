@@ -1,7 +1,7 @@
 #include "../fault_injection.hpp"
 #include "../known_bytes.hpp"
 
-#include <penstock/stream/byte_source.hpp>
+#include <penstock/stream/file_source.hpp>
 
 #include <doctest/doctest.h>
 

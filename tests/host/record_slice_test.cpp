@@ -2,7 +2,7 @@
 #include <penstock/dispatch/decode.hpp>
 #include <penstock/model/record_slice.hpp>
 #include <penstock/model/shard_plan.hpp>
-#include <penstock/stream/byte_source.hpp>
+#include <penstock/stream/file_source.hpp>
 
 #include <doctest/doctest.h>
 

@@ -159,6 +159,11 @@ public:
         return enqueued_;
     }
 
+    std::uint64_t done() {
+        const std::lock_guard lock(mutex_);
+        return done_;
+    }
+
     /// Lets the first `copies` run and holds back the others.
     void allow(std::uint64_t copies) {
         const std::lock_guard lock(mutex_);
@@ -228,6 +233,7 @@ struct slow_link {
             }
         }
         void synchronize_quietly() const noexcept { synchronize(); }
+        [[nodiscard]] bool over() const noexcept { return copies_ == nullptr || copies_->done() >= number_; }
 
     private:
         slow_copies* copies_ = nullptr;

@@ -36,9 +36,10 @@ transfer_plan<Chunking> plan(const std::vector<transfer>& list, Chunking chunkin
 TEST_CASE("neighbours in source and destination are one, whatever their order") {
     const auto p = plan({from_file(1, 0, 300, 100, 200), from_file(1, 0, 100, 100, 0), from_file(1, 0, 200, 100, 100)}, chunking::whole{});
     REQUIRE(p.chunks().size() == 1);
-    CHECK(p.chunks()[0].offset == 100);
+    REQUIRE(p.pieces().size() == 1);
+    CHECK(p.pieces()[0].offset == 100);
     CHECK(p.chunks()[0].bytes == 300);
-    CHECK(p.chunks()[0].destination == there.data());
+    CHECK(p.pieces()[0].destination == there.data());
     CHECK(p.bytes() == 300);
     CHECK(p.largest_chunk() == 300);
 }
@@ -66,8 +67,8 @@ TEST_CASE("chunks keep whole rows, and cover every byte once in any chunking") {
     REQUIRE(p.chunks().size() == 4);
     CHECK(p.chunks()[0].bytes == 300);
     CHECK(p.chunks()[3].bytes == 100);
-    CHECK(p.chunks()[3].offset == 907);
-    CHECK(p.chunks()[3].destination == there.data() + 900);
+    CHECK(p.pieces_of(p.chunks()[3])[0].offset == 907);
+    CHECK(p.pieces_of(p.chunks()[3])[0].destination == there.data() + 900);
     CHECK(plan({from_file(1, 0, 0, 1000, 0, 500)}, chunking::fixed<300_B>{}).chunks()[0].bytes == 256);
     CHECK(plan({from_file(1, 0, 0, 1000, 0, 100)}, chunking::rows<3>{}).chunks()[0].bytes == 300);
 
@@ -96,11 +97,19 @@ TEST_CASE("chunks keep whole rows, and cover every byte once in any chunking") {
                 const planned_chunk& c = q.chunks()[r.first_chunk + i];
                 CHECK(c.index == i);
                 CHECK(q.requests()[c.request].what.id == r.what.id);
-                CHECK(c.destination == there.data() + c.offset);
-                CHECK(c.bytes <= q.largest_chunk());
-                for (std::uint64_t b = 0; b < c.bytes; ++b) {
-                    ++times[c.offset + b];
+                CHECK(c.span <= q.largest_chunk());
+                std::uint64_t of_chunk = 0, reached = 0;
+                for (const planned_piece& piece : q.pieces_of(c)) {
+                    CHECK(piece.destination == there.data() + piece.offset);
+                    CHECK(piece.at >= reached);
+                    for (std::uint64_t b = 0; b < piece.bytes; ++b) {
+                        ++times[piece.offset + b];
+                    }
+                    of_chunk += piece.bytes;
+                    reached = piece.at + piece.bytes;
                 }
+                CHECK(of_chunk == c.bytes);
+                CHECK(reached == c.span);
                 of_request += c.bytes;
             }
             CHECK(of_request == r.bytes);
@@ -127,8 +136,78 @@ TEST_CASE("requests come in their order, empty ones too, with their most urgent 
     CHECK(plan({}, chunking::whole{}).chunks().empty());
     std::ostringstream text;
     p.print(text);
-    CHECK(text.str().find("30 bytes in 3 chunks for 3 requests\nrequest 5, prefetch: 20 bytes\n  chunk 0: 10 bytes from file 0 at 0 to ") ==
-          0);
+    CHECK(text.str().find("30 bytes in 3 chunks for 3 requests: 3 reads of 30 bytes, 0 of them discarded; 3 copies\n"
+                          "request 5, prefetch: 20 bytes\n  chunk 0: 10 bytes from file 0 at 0 to ") == 0);
+}
+
+TEST_CASE("what is smaller than a chunk shares one, and the plan's cost says so") {
+    std::vector<transfer> list;
+    for (std::uint64_t i = 0; i < 100; ++i) {  // every second 100 bytes of the file, one behind the other
+        list.push_back(from_file(1, 0, 7 + i * 200, 100, i * 100));
+    }
+    const auto rows = plan(list, chunking::fixed<4096_B>{});
+    CHECK(rows.chunks().size() == 3);
+    CHECK(rows.pieces().size() == 102);  // two are cut
+    CHECK(rows.cost().reads == 3);
+    CHECK(rows.cost().bytes_discarded == 99 * 100);
+    CHECK(rows.cost().bytes_read == rows.bytes() + 99 * 100);
+    CHECK(rows.cost().copies == 3);
+
+    for (transfer& t : list) {  // further apart than is read in vain
+        t.offset = 7 + (t.offset - 7) * 25;
+    }
+    const auto apart = plan(list, chunking::fixed<4096_B>{});
+    CHECK(apart.cost().reads == 102);
+    CHECK(apart.cost().bytes_discarded == 0);
+    CHECK(apart.cost().copies == 3);
+
+    std::reverse(list.begin(), list.end());
+    for (std::uint64_t i = 0; i < 100; ++i) {  // neighbours in the file, scattered
+        list[i] = from_file(1, 0, 7 + i * 100, 100, (i * 37 % 100) * 256);
+    }
+    const auto scattered = plan(list, chunking::fixed<4096_B>{});
+    CHECK(scattered.chunks().size() == 3);
+    CHECK(scattered.cost().reads == 3);
+    CHECK(scattered.cost().bytes_read == 10'000);
+    CHECK(scattered.cost().copies == 102);
+
+    for (transfer& t : list) {  // the same with each in a chunk of its own
+        t.request = static_cast<std::uint64_t>(t.offset);
+    }
+    CHECK(plan(list, chunking::fixed<4096_B>{}).cost().reads == 100);
+}
+
+TEST_CASE("padding that belongs to nobody lets neighbours go as one copy") {
+    std::vector<transfer> list;
+    for (std::uint64_t i = 0; i < 8; ++i) {
+        list.push_back(from_file(1, 0, i * 250, 250, i * 256));
+        list.back().padding = 6;
+    }
+    const auto p = plan(list, chunking::fixed<1024_B>{});
+    CHECK(p.chunks().size() == 2);
+    CHECK(p.chunks()[0].bytes == 1000);
+    CHECK(p.chunks()[0].span == 3 * 256 + 250);
+    CHECK(p.bytes() == 2000);
+    CHECK(p.cost().reads == 2);
+    CHECK(p.cost().copies == 2);
+    list[1].padding = 5;  // the next begins behind it
+    CHECK(plan(list, chunking::fixed<1024_B>{}).cost().copies == 3);
+}
+
+TEST_CASE("large chunks end on pages of their file") {
+    constexpr std::uint64_t mib = 1 << 20;
+    std::vector<std::byte> room(5 * mib);
+    transfer t = from_file(1, 0, 1000, 4 * mib + 500, 0);
+    t.destination = room.data();
+    const auto p = plan({t}, chunking::fixed<1_MiB>{});
+    REQUIRE(p.chunks().size() == 5);
+    CHECK(p.chunks()[0].bytes == mib - 1000);
+    for (std::size_t i = 1; i < 5; ++i) {
+        CHECK(p.pieces()[i].offset % 4096 == 0);
+    }
+    CHECK(p.chunks()[4].bytes == 1500);
+    t.row_bytes = 500;  // whole rows are worth more
+    CHECK(plan({t}, chunking::fixed<1_MiB>{}).chunks()[0].bytes == mib / 500 * 500);
 }
 
 TEST_CASE("a plan refuses what cannot be brought") {

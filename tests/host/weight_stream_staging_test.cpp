@@ -27,8 +27,8 @@ void load_through_staging(std::uint64_t chunk_bytes, std::size_t slot_bytes, std
         t.destination = to.data() + (pinned ? 20'000 : 25'000);
         list.push_back(t);
     }
-    const transfer_plan plan(std::span<const transfer>(list), chunking::run_time{bytes{chunk_bytes}});
-    const auto load = std::make_shared<detail::load_state>(plan.chunks(), plan.requests(), source, where, nullptr, std::stop_token{});
+    transfer_plan plan(std::span<const transfer>(list), chunking::run_time{bytes{chunk_bytes}});
+    const auto load = std::make_shared<detail::load_state>(std::move(plan).take(), source, where, nullptr, std::stop_token{});
     stream->start(load);
     ticket t(stream, load);
     t.wait();
@@ -67,8 +67,8 @@ TEST_CASE("an error between two staged chunks returns the slots") {
     for (int round = 0; round < 5; ++round) {
         const std::vector<transfer> list{from_file(1, 1, 0, std::span(to).first(8'000)),
                                          from_file(2, round % 2 == 0 ? 9 : 3, 0, std::span(to).subspan(10'000, 8'000))};
-        const transfer_plan plan(std::span<const transfer>(list), chunking::run_time{500_B});
-        const auto load = std::make_shared<detail::load_state>(plan.chunks(), plan.requests(), source, where, nullptr, std::stop_token{});
+        transfer_plan plan(std::span<const transfer>(list), chunking::run_time{500_B});
+        const auto load = std::make_shared<detail::load_state>(std::move(plan).take(), source, where, nullptr, std::stop_token{});
         stream->start(load);
         ticket t(stream, load);
         if (round % 2 == 0) {
@@ -83,29 +83,95 @@ TEST_CASE("an error between two staged chunks returns the slots") {
     stream->stop();
 }
 
-TEST_CASE("the first slots of a load are copied by parts, so that the link is not idle while they fill") {
+TEST_CASE("a chunk is filled by several readers and copied once, at the offset in a page that it has in its file") {
     using engine = detail::stream_engine<as_if_pinned, scheduler::fifo, slow_link>;
-    constexpr std::uint64_t slot = 1 << 20;
-    slow_copies device;
-    slow_source source;
-    const auto stream = std::make_shared<engine>(2, slot, 4, -1);
-    const place where = on_device(0, reinterpret_cast<cudaStream_t>(&device));
-    std::vector<std::byte> to(5 * slot + slot / 2 + 2);
-    for (const std::uint64_t chunk : {slot, to.size()}) {  // a chunk a slot, and one chunk through all of them
-        const std::uint64_t before = device.enqueued();
-        std::fill(to.begin(), to.end(), guard);
-        const transfer t = from_file(1, 1, 3, std::span(to).subspan(1, to.size() - 2));
-        const transfer_plan plan(std::span<const transfer>(&t, 1), chunking::run_time{bytes{chunk}});
-        const auto load = std::make_shared<detail::load_state>(plan.chunks(), plan.requests(), source, where, nullptr, std::stop_token{});
+    constexpr std::uint64_t slot = 64 << 10;
+    for (const std::uint64_t chunk : {slot, 5 * slot}) {  // a chunk a slot, and one chunk through all of them
+        slow_copies device;
+        slow_source source;
+        const auto stream = std::make_shared<engine>(4, slot, 3, -1, 2, slot / 4);
+        source.want_company(4);  // or a read waits for ten seconds
+        const place where = on_device(0, reinterpret_cast<cudaStream_t>(&device));
+        std::vector<std::byte> to(5 * slot + 2, guard);
+        const transfer t = from_file(1, 1, 100, std::span(to).subspan(1, to.size() - 2));
+        transfer_plan plan(std::span<const transfer>(&t, 1), chunking::run_time{bytes{chunk}});
+        const auto load = std::make_shared<detail::load_state>(std::move(plan).take(), source, where, nullptr, std::stop_token{});
+        const auto begin = std::chrono::steady_clock::now();
         stream->start(load);
         ticket ticket_of_load(stream, load);
         ticket_of_load.wait();
         slow_link::finish(where);
-        CHECK(holds_pattern(std::span(to).subspan(1, to.size() - 2), 1, 3));
+        CHECK(std::chrono::steady_clock::now() - begin < 5s);
+        CHECK(source.most_at_once() == 4);
+        CHECK(holds_pattern(std::span(to).subspan(1, to.size() - 2), 1, 100));
         CHECK(to.front() == guard);
         CHECK(to.back() == guard);
-        CHECK(device.enqueued() - before == 6 + (chunk == slot ? 2 * 3 : 3));
-        CHECK(ticket_of_load.report().reads == device.enqueued() - before);
+        CHECK(device.enqueued() == (chunk == slot ? 5 : 6));  // the large one ends on a page of the file
+        CHECK(ticket_of_load.report().reads == 5 * (4 + 1));  // parts end at multiples of their size in the file
+        stream->stop();
     }
+}
+
+TEST_CASE("a chunk of many pieces is read, staged and copied whole, scattered or padded") {
+    using engine = detail::stream_engine<as_if_pinned, scheduler::fifo, slow_link>;
+    for (const std::uint64_t chunk : {1000u, 4096u, 100'000u}) {
+        for (const bool host : {false, true}) {
+            slow_copies device;
+            slow_source source;
+            const auto stream = std::make_shared<engine>(3, 4096, 3, -1, 2, 700);
+            const place where = host ? on_host() : on_device(0, reinterpret_cast<cudaStream_t>(&device));
+            std::vector<std::byte> to(30'000, guard);
+            std::vector<transfer> list;
+            for (std::uint64_t i = 0; i < 50; ++i) {
+                list.push_back(from_file(1, 3, 9 + i * 333, std::span(to).subspan(i * 37 % 50 * 256, 150)));  // rows with gaps
+                list.push_back(from_file(2, 4, 11 + i * 250, std::span(to).subspan(13'000 + i * 256, 250)));  // padded neighbours
+                list.back().padding = 6;
+            }
+            transfer_plan plan(std::span<const transfer>(list), chunking::run_time{bytes{chunk}});
+            const auto load = std::make_shared<detail::load_state>(std::move(plan).take(), source, where, nullptr, std::stop_token{});
+            stream->start(load);
+            ticket t(stream, load);
+            t.wait();
+            if (!host) {
+                slow_link::finish(where);
+            }
+            CHECK(t.report().bytes == 50 * 150 + 50 * 250);
+            for (const transfer& one : list) {
+                CHECK(holds_pattern(std::span(one.destination, one.bytes), one.file, one.offset));
+            }
+            for (std::uint64_t i = 0; i < 50; ++i) {
+                CHECK(to[i * 256 + 150] == guard);
+            }
+            CHECK(to[13'000 + 50 * 256] == guard);
+            stream->stop();
+        }
+    }
+}
+
+TEST_CASE("a stream that is held up keeps its own slots, and another goes on with the rest") {
+    using engine = detail::stream_engine<as_if_pinned, scheduler::fifo, slow_link>;
+    slow_copies held, other;
+    held.allow(0);
+    slow_source source;
+    const auto stream = std::make_shared<engine>(2, 1000, 4, -1);
+    std::vector<std::byte> first(2'000), second(20'000);
+    const transfer a = from_file(1, 1, 0, first), b = from_file(2, 2, 0, second);
+    const auto begin = [&](const transfer& t, slow_copies& device) {
+        transfer_plan plan(std::span(&t, 1), chunking::run_time{1000_B});
+        auto load = std::make_shared<detail::load_state>(std::move(plan).take(), source,
+                                                         on_device(0, reinterpret_cast<cudaStream_t>(&device)), nullptr, std::stop_token{});
+        stream->start(load);
+        return ticket(stream, std::move(load));
+    };
+    ticket waits = begin(a, held);
+    held.wait_for_enqueued(2);
+    ticket goes = begin(b, other);
+    goes.wait();
+    slow_link::finish(on_device(0, reinterpret_cast<cudaStream_t>(&other)));
+    CHECK(holds_pattern(second, 2, 0));
+    held.allow(100);
+    waits.wait();
+    slow_link::finish(on_device(0, reinterpret_cast<cudaStream_t>(&held)));
+    CHECK(holds_pattern(first, 1, 0));
     stream->stop();
 }

@@ -256,7 +256,7 @@ TEST_CASE("a device that is not there is refused by name") {
                          doctest::Contains("no CUDA device"), configuration_error);
     stream.reserve();
     CHECK(stream.staging_bytes() == 0);
-    CHECK(stream.staging_bytes_needed() == 24u * (4u << 20));
+    CHECK(stream.staging_bytes_needed() == 12u * ((8u << 20) + 4096u));
 }
 
 TEST_CASE("a transfer without a destination is refused") {
@@ -548,12 +548,67 @@ TEST_CASE("small tensors that are neighbours share chunks, in whatever order the
     }
     weight_stream<> stream;
     const loaded_tensors tensors = stream.load(list, on_host());
-    const std::uint64_t chunks = 2 * ceil_div(count * tensor_bytes, 4u << 20);
-    CHECK(tensors.report().chunks == chunks);
-    CHECK(tensors.report().reads == chunks);
+    CHECK(tensors.report().chunks == 2 * ceil_div(count * tensor_bytes, 8u << 20));
+    CHECK(tensors.report().reads == ceil_div(100 + count * tensor_bytes, 1u << 20) + ceil_div(count * tensor_bytes, 1u << 20));
     for (const tensor_info& t : list.tensors) {
         CHECK(holds_pattern({tensors[t.name].data, t.bytes}, t.file, t.offset));
     }
+}
+
+TEST_CASE("tensors are loaded into room that was made for them, again and again") {
+    const temporary_directory dir;
+    write_pattern(dir.path / "a", 0, 5'000);
+    tensor_list list;
+    list.files = {dir.path / "a"};
+    list.tensors = {{"x", dtype::u8, {1'000}, 0, 3'000, 1'000}, {"y", dtype::u8, {300}, 0, 10, 300}, {"z", dtype::u8, {7}, 0, 310, 7}};
+    weight_stream<> stream;
+    file_source files(list.files);
+    loaded_tensors room(list, on_host());
+    const std::byte* const data = room["y"].data;
+    for (int i = 0; i < 3; ++i) {
+        std::fill_n(room["x"].data, 1'000, guard);
+        room = stream.load(list, std::move(room), files);
+        CHECK(room["y"].data == data);
+        for (const tensor_info& t : list.tensors) {
+            CHECK(holds_pattern({room[t.name].data, t.bytes}, 0, t.offset));
+        }
+        CHECK(room.report().bytes == 1'307);
+    }
+    const auto refused = [&](auto&& change) {
+        tensor_list other = list;
+        change(other);
+        CHECK_THROWS_WITH_AS(static_cast<void>(stream.load(other, loaded_tensors(list, on_host()), files)),
+                             doctest::Contains("was not made for this list"), configuration_error);
+    };
+    refused([](tensor_list& l) { l.tensors.pop_back(); });
+    refused([](tensor_list& l) { l.tensors[0].bytes = 2'000; });
+    refused([](tensor_list& l) { std::swap(l.tensors[0].name, l.tensors[1].name); });
+    refused([](tensor_list& l) { l.tensors[1].type = dtype::i8; });
+}
+
+TEST_CASE("an error names the tensor whose bytes did not come") {
+    const temporary_directory dir;
+    write_pattern(dir.path / "a", 0, 5'000);
+    tensor_list list;
+    list.files = {dir.path / "a"};
+    list.tensors = {{"first", dtype::u8, {1'000}, 0, 100, 1'000}, {"second", dtype::u8, {900}, 0, 1'100, 900}};
+    weight_stream<> stream;
+    file_source files(list.files);
+    loaded_tensors room(list, on_host());
+    struct cut_after_its_size final : byte_source {
+        explicit cut_after_its_size(byte_source& f) : from(f) {}
+        void read(std::uint32_t file, std::uint64_t offset, std::span<std::byte> into) override { from.read(file, offset, into); }
+        [[nodiscard]] std::string name(std::uint32_t file) const override { return from.name(file); }
+        [[nodiscard]] std::uint64_t size(std::uint32_t) override { return 5'000; }
+        byte_source& from;
+    } cut(files);
+    std::filesystem::resize_file(dir.path / "a", 1'500);
+    CHECK_THROWS_WITH_AS(
+        static_cast<void>(stream.load(list, cut, on_host())),
+        doctest::Contains("900 bytes were wanted at offset 1100, 400 were got: the file ends there (in tensor \"second\")"), io_error);
+    write_pattern(dir.path / "a", 0, 5'000);
+    const loaded_tensors again = stream.load(list, cut, on_host());
+    CHECK(holds_pattern({again["second"].data, 900}, 0, 1'100));
 }
 
 namespace {

@@ -16,8 +16,8 @@ constexpr std::uint64_t chunk_bytes = 1000;
 
 template <class Engine>
 ticket start(const std::shared_ptr<Engine>& stream, std::span<const transfer> list, byte_source& source, place where) {
-    const transfer_plan plan(list, chunking::run_time{bytes{chunk_bytes}});
-    auto load = std::make_shared<detail::load_state>(plan.chunks(), plan.requests(), source, where, nullptr, std::stop_token{});
+    transfer_plan plan(list, chunking::run_time{bytes{chunk_bytes}});
+    auto load = std::make_shared<detail::load_state>(std::move(plan).take(), source, where, nullptr, std::stop_token{});
     stream->start(load);
     return ticket(stream, std::move(load));
 }

@@ -71,6 +71,18 @@ public:
         return true;
     }
 
+    /// As ready(), with an error counted as not done: synchronize() reports it.
+    [[nodiscard]] bool over() const noexcept {
+        if (handle_ == nullptr) {
+            return true;
+        }
+        const bool done = cudaEventQuery(handle_) == cudaSuccess;
+        if (!done) {
+            static_cast<void>(cudaGetLastError());
+        }
+        return done;
+    }
+
     /// Work enqueued on `stream` from now on waits for the recorded work. Asynchronous. @throws cuda_error
     void make_wait(cudaStream_t stream) const {
         if (handle_ != nullptr) {

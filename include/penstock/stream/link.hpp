@@ -4,9 +4,19 @@
 #include <penstock/cuda/stream.hpp>
 #include <penstock/stream/place.hpp>
 
+#include <cstddef>
 #include <cstdint>
+#include <span>
+#include <vector>
 
 namespace penstock::inline v0_1::detail {
+
+/// Bytes that are copied as one.
+struct copy_range {
+    std::byte* to = nullptr;
+    const std::byte* from = nullptr;
+    std::uint64_t bytes = 0;
+};
 
 /// The way from host memory to a device: what a weight stream asks of CUDA. A test puts a slow one of its own in its place.
 struct cuda_link {
@@ -16,6 +26,32 @@ struct cuda_link {
     /// Enqueues a copy on the place's stream.
     static void copy(const place& where, std::byte* to, const std::byte* from, std::uint64_t size) {
         check(cudaMemcpyAsync(to, from, size, cudaMemcpyHostToDevice, where.stream), "cudaMemcpyAsync");
+    }
+
+    /// Enqueues several. Small ones go in one call, which saves most of what each costs by itself; larger ones do not: a call that has both
+    /// waits for its copies. Default streams take no such call.
+    static void copy(const place& where, std::span<const copy_range> ranges) {
+        constexpr std::uint64_t small = std::uint64_t{256} << 10;
+        const bool by_call = where.stream != nullptr && where.stream != cudaStreamLegacy && where.stream != cudaStreamPerThread;
+        std::vector<void*> to;
+        std::vector<const void*> from;
+        std::vector<std::size_t> sizes;
+        for (const copy_range& r : ranges) {
+            if (by_call && ranges.size() > 1 && r.bytes < small) {
+                to.push_back(r.to);
+                from.push_back(r.from);
+                sizes.push_back(r.bytes);
+            } else {
+                copy(where, r.to, r.from, r.bytes);
+            }
+        }
+        if (!sizes.empty()) {
+            cudaMemcpyAttributes how{};
+            how.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+            std::size_t from_the_first = 0;
+            check(cudaMemcpyBatchAsync(to.data(), from.data(), sizes.data(), sizes.size(), &how, &from_the_first, 1, where.stream),
+                  "cudaMemcpyBatchAsync");
+        }
     }
 
     /// Returns when all that is enqueued on the place's stream is done.

@@ -12,7 +12,6 @@ struct chunk_job {
     std::shared_ptr<load_state> load;
     std::uint32_t chunk = 0;
     bool urgent = true;  ///< on demand when it was taken
-    bool early = false;  ///< among the first of its load
 };
 
 /// The chunks of running loads that nobody has taken, and the scheduler queue that says whose turn it is. Does not lock: its owner does.
@@ -146,7 +145,7 @@ private:
         }
         const std::uint32_t number = best->number;
         const planned_request& q = best->load->requests[number];
-        chunk_job j{best->load, q.first_chunk + answer.index, q.what.level == urgency::on_demand, false};
+        chunk_job j{best->load, q.first_chunk + answer.index, q.what.level == urgency::on_demand};
         load_state& load = *j.load;
         load.taken[j.chunk] = 1;
         --load.untaken;
@@ -157,10 +156,6 @@ private:
         }
         if (--load.untaken_left[number] == 0) {
             forget(load, number);
-        }
-        if (load.early_chunks > 0) {
-            --load.early_chunks;
-            j.early = true;
         }
         ++load.in_flight;
         return j;

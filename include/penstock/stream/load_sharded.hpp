@@ -3,6 +3,7 @@
 #include <penstock/buffer/host_cores.hpp>
 #include <penstock/model/record_slice.hpp>
 #include <penstock/model/shard_plan.hpp>
+#include <penstock/stream/named_reads.hpp>
 #include <penstock/stream/on_every_place.hpp>
 #include <penstock/stream/source_choice.hpp>
 #include <penstock/stream/weight_stream.hpp>
@@ -276,6 +277,20 @@ inline void add(shard_report& to, const stream_report& r) {
     to.source = r.source;
 }
 
+/// "expert 5 of layer 3", to which a byte of the model's files belongs; empty where it is none's.
+[[nodiscard]] inline std::string expert_at(const moe_model& model, std::uint32_t file, std::uint64_t offset) {
+    for (const moe_layer_model& l : model.layers) {
+        for (std::size_t e = 0; e < l.experts.size(); ++e) {
+            for (const record_part& part : l.experts[e]) {
+                if (part.file == file && part.offset <= offset && offset < part.offset + part.bytes) {
+                    return "expert " + std::to_string(e) + " of layer " + std::to_string(l.layer);
+                }
+            }
+        }
+    }
+    return {};
+}
+
 [[nodiscard]] inline std::unique_ptr<byte_source> open_for(const shard_options& options, const std::vector<std::filesystem::path>& files,
                                                            bool sliced) {
     if (options.open) {
@@ -334,9 +349,11 @@ template <class Stream = weight_stream<>>
         loaded_shard& shard = made[i].emplace(model, plan, static_cast<std::uint32_t>(i), places[i]);
         shard_report& report = detail::shard_filler::report(shard);
         detail::run_at<Stream>(places[i], readers, shard.bytes() > 0, report, [&](Stream& loader, place where) {
-            const std::unique_ptr<byte_source> files = detail::open_for(options, model.files, plan.sliced());
+            const std::unique_ptr<byte_source> opened = detail::open_for(options, model.files, plan.sliced());
+            detail::named_reads files(
+                *opened, [&model](std::uint32_t file, std::uint64_t offset) { return detail::expert_at(model, file, offset); });
             detail::shard_filler::in_batches(shard, model, plan.sliced(), [&](std::span<const transfer> batch) {
-                detail::add(report, loader.run(batch, *files, where, progress.of(i, report.bytes), stop));
+                detail::add(report, loader.run(batch, files, where, progress.of(i, report.bytes), stop));
             });
         });
     });

@@ -34,7 +34,7 @@ public:
     /// Room for all tensors of the list, in the order in which they lie in the files. Nothing is loaded yet.
     /// @throws out_of_memory; configuration_error for a name that is there twice
     loaded_tensors(const tensor_list& list, place where) : where_(where) {
-        make_transfers(list);
+        make_room(list);
         make_views(list);
     }
 
@@ -65,8 +65,17 @@ private:
     /// For a stream, which makes the views while the bytes are on their way.
     loaded_tensors() = default;
 
-    /// Places the tensors, allocates their memory and lists what is to be moved.
-    void make_transfers(const tensor_list& list) {
+    /// Places the tensors, in the order in which they lie in the files, and allocates their memory.
+    void make_room(const tensor_list& list) {
+        offsets_.resize(list.tensors.size());
+        for (const std::uint32_t i : in_file_order(list)) {
+            offsets_[i] = bytes_;
+            bytes_ += round_up(list.tensors[i].bytes, placement_alignment);
+        }
+        base_ = allocate();
+    }
+
+    static std::vector<std::uint32_t> in_file_order(const tensor_list& list) {
         std::vector<std::uint32_t> order(list.tensors.size());
         std::iota(order.begin(), order.end(), 0u);
         const auto before = [&](std::uint32_t a, std::uint32_t b) {
@@ -77,22 +86,56 @@ private:
         if (!std::is_sorted(order.begin(), order.end(), before)) {
             std::stable_sort(order.begin(), order.end(), before);
         }
-        offsets_.resize(order.size());
-        for (const std::uint32_t i : order) {
-            offsets_[i] = bytes_;
-            bytes_ += round_up(list.tensors[i].bytes, placement_alignment);
-        }
-        base_ = allocate();
-        transfers_.reserve(order.size());
-        for (const std::uint32_t i : order) {
+        return order;
+    }
+
+    /// What brings the tensors of the list, for which the room was made. Gaps between them are the room's own.
+    [[nodiscard]] std::vector<transfer> transfers(const tensor_list& list) const {
+        std::vector<transfer> all;
+        all.reserve(list.tensors.size());
+        for (const std::uint32_t i : in_file_order(list)) {
             const tensor_info& t = list.tensors[i];
             transfer one;
             one.file = t.file;
             one.offset = t.offset;
             one.bytes = t.bytes;
             one.destination = base_ + offsets_[i];
-            transfers_.push_back(one);
+            one.padding = round_up(t.bytes, placement_alignment) - t.bytes;
+            all.push_back(one);
         }
+        return all;
+    }
+
+    /// That the list's tensors fit where the transfers will bring them.
+    void check_sizes_of(const tensor_list& list) const {
+        std::uint64_t at = 0;
+        bool same = list.tensors.size() == offsets_.size();
+        for (const std::uint32_t i : same ? in_file_order(list) : std::vector<std::uint32_t>()) {
+            same = same && offsets_[i] == at;
+            at += round_up(list.tensors[i].bytes, placement_alignment);
+        }
+        if (!same || at != bytes_) {
+            refuse(list);
+        }
+    }
+
+    /// That the views are the list's.
+    void check_names_of(const tensor_list& list) const {
+        bool same = list.tensors.size() == views_.size();
+        for (std::size_t i = 0; same && i < offsets_.size(); ++i) {
+            const tensor_info& t = list.tensors[i];
+            const auto found = views_.find(t.name);
+            same = found != views_.end() && found->second.data == base_ + offsets_[i] && found->second.bytes == t.bytes &&
+                   found->second.type == t.type && found->second.shape == t.shape;
+        }
+        if (!same) {
+            refuse(list);
+        }
+    }
+
+    [[noreturn]] void refuse(const tensor_list& list) const {
+        throw configuration_error("penstock: room for " + std::to_string(offsets_.size()) + " tensors was not made for this list of " +
+                                  std::to_string(list.tensors.size()));
     }
 
     void make_views(const tensor_list& list) {
@@ -102,7 +145,6 @@ private:
                 throw configuration_error("penstock: tensor \"" + t.name + "\" is twice in the list to be loaded");
             }
         }
-        offsets_ = {};
     }
 
     std::byte* allocate() {
@@ -121,8 +163,7 @@ private:
     buffer<std::byte, memory::device> device_;
     std::map<std::string, tensor_view, std::less<>> views_;
     std::byte* base_ = nullptr;
-    std::vector<std::uint64_t> offsets_;  ///< in the buffer, by position in the list; emptied when the views are made
-    std::vector<transfer> transfers_;     ///< of the load that fills the buffer; emptied by it
+    std::vector<std::uint64_t> offsets_;  ///< in the buffer, by position in the list
     stream_report report_;
 };
 

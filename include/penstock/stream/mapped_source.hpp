@@ -1,10 +1,12 @@
 #pragma once
 
 #include <penstock/buffer/registration.hpp>
-#include <penstock/stream/byte_source.hpp>
+#include <penstock/stream/file_reads.hpp>
 
 #include <algorithm>
+#include <filesystem>
 #include <map>
+#include <mutex>
 
 namespace penstock::inline v0_1 {
 
@@ -56,6 +58,10 @@ public:
 
     void read(std::uint32_t file, std::uint64_t offset, std::span<std::byte> into) override {
         detail::read_fully(::pread, open(file).descriptor, offset, into, [&] { return name(file); });
+    }
+
+    void read_pieces(std::uint32_t file, std::span<const read_piece> pieces) override {
+        detail::read_scattered(::preadv, open(file).descriptor, pieces, [&] { return name(file); });
     }
 
     [[nodiscard]] std::string name(std::uint32_t file) const override {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <penstock/stream/file_source.hpp>
 #include <penstock/stream/mapped_source.hpp>
 #include <penstock/stream/transfer_plan.hpp>
 
@@ -35,6 +36,7 @@ public:
           files_(std::move(paths), options.use == source_use::once ? file_access::as_found : file_access::buffered, options.cache) {}
 
     void read(std::uint32_t file, std::uint64_t offset, std::span<std::byte> into) override { files_.read(file, offset, into); }
+    void read_pieces(std::uint32_t file, std::span<const read_piece> pieces) override { files_.read_pieces(file, pieces); }
     [[nodiscard]] std::string name(std::uint32_t file) const override { return files_.name(file); }
     [[nodiscard]] std::uint64_t size(std::uint32_t file) override { return files_.size(file); }
 

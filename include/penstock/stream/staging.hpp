@@ -4,6 +4,7 @@
 #include <penstock/cuda/event.hpp>
 #include <penstock/policy/memory.hpp>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -19,19 +20,25 @@ template <class Marker>
 struct staging_slot {
     std::byte* data = nullptr;
     Marker copied{waiting::sleep};
+    cudaStream_t stream = nullptr;  ///< of that copy
 };
 
 /// The host memory through which bytes reach a device: equal slots, taken by one reader at a time, the longest returned first, so that its
 /// copy is the likeliest to be over. Pinned slots come from an arena. If not all can be had, it makes do with fewer, down to one; if none
 /// can be pinned, with pageable ones. Does not lock: its owner does. The destructor waits for the copies.
-/// @tparam Marker an event or a test's stand-in: synchronize(), synchronize_quietly()
+/// @tparam Marker an event or a test's stand-in: record(), over(), synchronize(), synchronize_quietly()
 template <class Memory, class Pinning = cuda_pinning, class Marker = event>
 class staging {
 public:
     using slot = staging_slot<Marker>;
 
     [[nodiscard]] static constexpr std::size_t bytes_needed(std::size_t slot_bytes, std::uint32_t slots) noexcept {
-        return round_up(slot_bytes, memory::page_bytes) * slots;
+        return slot_stride(slot_bytes) * slots;
+    }
+
+    /// A slot's bytes may begin anywhere in its first page: see phase_of().
+    [[nodiscard]] static constexpr std::size_t slot_stride(std::size_t slot_bytes) noexcept {
+        return round_up(slot_bytes, memory::page_bytes) + memory::page_bytes;
     }
 
     staging() = default;
@@ -91,10 +98,19 @@ public:
 
     [[nodiscard]] bool available() const noexcept { return !free_.empty(); }
 
-    /// The slot that was returned longest ago; its copy may still run. @pre available()
+    /// A slot whose copy is over, or, where all copies are of one stream, the one that was returned longest ago. Nothing where copies of
+    /// several streams run, of which any may be the next to end: who waits for one of a stream that is held up would wait in vain.
+    /// @pre available()
     [[nodiscard]] slot* take() {
-        slot* next = free_.front();
-        free_.pop_front();
+        auto at = std::find_if(free_.begin(), free_.end(), [](const slot* s) { return s->copied.over(); });
+        if (at == free_.end()) {
+            if (std::any_of(free_.begin(), free_.end(), [&](const slot* s) { return s->stream != free_.front()->stream; })) {
+                return nullptr;
+            }
+            at = free_.begin();
+        }
+        slot* next = *at;
+        free_.erase(at);
         return next;
     }
 
@@ -112,7 +128,7 @@ private:
         bytes_ = bytes_needed(slot_bytes, count);
         slots_.resize(count);
         for (std::uint32_t i = 0; i < count; ++i) {
-            slots_[i].data = data + i * round_up(slot_bytes, memory::page_bytes);
+            slots_[i].data = data + i * slot_stride(slot_bytes);
             free_.push_back(&slots_[i]);
         }
     }

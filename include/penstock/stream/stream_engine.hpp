@@ -1,13 +1,11 @@
 #pragma once
 
+#include <penstock/buffer/host_cores.hpp>
 #include <penstock/stream/issue_window.hpp>
-#include <penstock/stream/link.hpp>
-#include <penstock/stream/load_queue.hpp>
+#include <penstock/stream/load_book.hpp>
+#include <penstock/stream/move_bytes.hpp>
 #include <penstock/stream/staging.hpp>
-#include <penstock/stream/ticket.hpp>
 
-#include <algorithm>
-#include <cstring>
 #include <map>
 #include <thread>
 
@@ -15,15 +13,29 @@ namespace penstock::inline v0_1::detail {
 
 /// The readers of a weight stream, the scheduler queue that all its loads share, and its staging. One mutex guards the queue, the loads,
 /// the staging slots and the issue windows; reading, copying, waiting for an event and calling back happen outside of it.
+///
+/// Readers fill a chunk together: one of them opens it, with a free slot where it needs one, and each that has nothing else to do reads the
+/// next part of it. So a copy is large, which the link needs, while few chunks are under way, which keeps the ring in the last cache and
+/// the first copy early. Who brings the last part enqueues the copy.
 template <class Memory, class Scheduler, class Link = cuda_link>
-class stream_engine final : public load_engine {
+class stream_engine final : public load_book<Scheduler> {
 public:
+    using load_engine::arrived;
+    using load_engine::mutex;
+
     /// Copies to a device go through `slots` slots of `slot_bytes`.
     /// @param near the GPU next to which staging should lie; negative: the first that needs it
     /// @param window copies that are not on demand on one device's copy engine at a time, at most
-    stream_engine(int readers, std::size_t slot_bytes, std::uint32_t slots, int near, std::uint32_t window = 2)
-        : slot_bytes_(slot_bytes), slots_(slots), near_(near), window_(larger(window, 1u)) {
-        threads_.reserve(static_cast<std::size_t>(readers));
+    /// @param part_bytes what a reader brings before it looks around again
+    stream_engine(int readers, std::size_t slot_bytes, std::uint32_t slots, int near, std::uint32_t window = 2,
+                  std::uint64_t part_bytes = default_part_bytes)
+        : slot_bytes_(slot_bytes),
+          slots_(slots),
+          near_(near),
+          window_(larger(window, 1u)),
+          part_bytes_(larger<std::uint64_t>(part_bytes, 1)),
+          readers_(static_cast<std::size_t>(readers)) {
+        threads_.reserve(readers_);
         try {
             for (int i = 0; i < readers; ++i) {
                 threads_.emplace_back([this] { read_chunks(); });
@@ -36,12 +48,22 @@ public:
 
     ~stream_engine() override { stop(); }
 
+    static constexpr std::chrono::microseconds between_looks{50};  ///< at copies of several streams, for one that is over
+    static constexpr std::uint64_t default_part_bytes = std::uint64_t{1} << 20;
+
     /// Ends all loads and joins the readers.
     void stop() noexcept {
         {
             const std::lock_guard lock(mutex);
             stopping_ = true;
-            queue_.fail_all(std::make_exception_ptr(cancelled("penstock: the weight stream of the load was destroyed")));
+            const auto why = std::make_exception_ptr(cancelled("penstock: the weight stream of the load was destroyed"));
+            queue_.fail_all(why);
+            for (const auto& f : open_) {
+                queue_.fail(f->load(), why);
+            }
+            for (const auto& c : unopened_) {
+                queue_.fail(*c->what.load, why);
+            }
         }
         arrived.notify_all();
         work_.notify_all();
@@ -114,6 +136,7 @@ public:
             queue_.fail(load, std::move(why));
         }
         arrived.notify_all();
+        work_.notify_all();
         settle_failed();
     }
 
@@ -128,23 +151,26 @@ public:
     }
 
 private:
+    using load_book<Scheduler>::arrive;
+    using load_book<Scheduler>::call_back;
+    using load_book<Scheduler>::leave;
+    using load_book<Scheduler>::queue_;
+
     using staging_type = staging<Memory, cuda_pinning, typename Link::marker>;
     using slot_type = typename staging_type::slot;
-
-    using window_type = issue_window<typename Link::marker, slot_type>;
+    using filling_type = filling<slot_type>;
+    using filling_ptr = std::shared_ptr<filling_type>;
+    using window_type = issue_window<typename Link::marker, filling_ptr>;
 
     /// Whether copies run by themselves after they are enqueued; from pageable memory they are made one at a time, the naive way.
     static constexpr bool copies_run_on = Memory::device_accessible;
-
-    /// A slot of less is filled before a copy in parts would gain anything.
-    static constexpr std::uint64_t worth_parts = std::uint64_t{1} << 20;
 
     /// Memory that a copy can be enqueued from as it lies needs no staging; what is on demand is enqueued without a change of thread.
     static route route_of(const load_state& load, const planned_chunk& c) noexcept {
         if (load.where.on_host()) {
             return route::to_host;
         }
-        if (c.memory == nullptr || (!c.memory_is_pinned && copies_run_on)) {
+        if (c.from == bytes_from::file || (c.from == bytes_from::memory && copies_run_on)) {
             return route::staged;
         }
         return !copies_run_on || load.requests[c.request].what.level == urgency::on_demand ? route::by_caller : route::as_it_lies;
@@ -153,7 +179,6 @@ private:
     void enqueue(const std::shared_ptr<load_state>& load) {
         {
             const std::lock_guard lock(mutex);
-            load->early_chunks = static_cast<std::uint32_t>(threads_.size());
             load->in_flight = 1;  // the calling thread: nobody may see the load as over before it is done
             queue_.push(load);
             if (load->chunks.empty()) {
@@ -168,44 +193,159 @@ private:
 
     // ---- the readers ----
 
-    void read_chunks() {
-        std::optional<typename Link::guard> on;  // a reader stays on the device that it served last
+    /// What a reader keeps: it stays on the device that it served last, and near the first.
+    struct reader {
+        std::optional<typename Link::guard> on;
         int device = -1;
-        std::unique_lock lock(mutex);
-        for (;;) {
-            work_.wait(lock, [&] { return stopping_ || (!queue_.empty() && (!queue_.needs_slot() || staging_->available())); });
-            if (stopping_) {
-                return;
-            }
-            // The slot comes first and the chunk is chosen when the slot is free, so that the most urgent gets the next free slot.
-            slot_type* slot = nullptr;
-            std::exception_ptr error;
-            if (queue_.needs_slot()) {
-                slot = staging_->take();
-                lock.unlock();
-                error = await(slot->copied);
-                lock.lock();
-            }
-            chunk_job j = queue_.next();
-            if (j.load == nullptr) {
-                arrived.notify_all();  // a scheduler that lost chunks has failed their loads
-            }
-            if (slot != nullptr && (j.load == nullptr || j.load->routes[j.chunk] != route::staged)) {
-                staging_->give_back_unused(std::exchange(slot, nullptr));
-                error = nullptr;
-                work_.notify_one();
-            }
-            if (j.load != nullptr) {
-                lock.unlock();
-                if (const int wanted = j.load->where.device; wanted >= 0 && wanted != device && !error) {
-                    device = -1;
-                    error = attempt([&] { on.emplace(wanted); });
-                    device = error ? -1 : wanted;
-                }
-                bring(std::move(j), slot, std::move(error));
-                lock.lock();
+        bool placed = false;
+
+        void stay_near(int wanted, std::size_t readers) noexcept {
+            if (wanted >= 0 && !std::exchange(placed, true)) {
+                keep_thread_near(wanted, (readers + 1) / 2);
             }
         }
+
+        void serve(int wanted) {
+            if (wanted >= 0 && wanted != device) {
+                device = -1;
+                on.emplace(wanted);
+                device = wanted;
+            }
+        }
+    };
+
+    using locked = std::unique_lock<std::mutex>;
+
+    void read_chunks() {
+        reader me;
+        me.stay_near(near_, readers_);
+        locked lock(mutex);
+        for (;;) {
+            work_.wait(lock, [&] { return stopping_ || !open_.empty() || can_open() || failed_rest() != unopened_.end(); });
+            if (!open_.empty()) {
+                bring_part(lock, me);
+            } else if (const auto failed = failed_rest(); failed != unopened_.end()) {
+                const std::shared_ptr<moving_chunk> c = *failed;
+                unopened_.erase(failed);
+                const std::uint64_t rest = c->span() - std::exchange(c->opened, c->span());
+                settle(lock, *c, rest, c->what.load->error);
+            } else if (stopping_) {
+                return;
+            } else {
+                open(lock, me);
+            }
+        }
+    }
+
+    [[nodiscard]] bool needs_slot() const noexcept { return !unopened_.empty() || queue_.needs_slot(); }
+
+    [[nodiscard]] bool can_open() const noexcept {
+        return (!unopened_.empty() || !queue_.empty()) && !opening_ && (!needs_slot() || staging_->available());
+    }
+
+    [[nodiscard]] auto failed_rest() noexcept {
+        return std::find_if(unopened_.begin(), unopened_.end(), [](const auto& c) { return c->what.load->error != nullptr; });
+    }
+
+    /// Opens the next chunk for all readers, or the next slotful of one that is larger than a slot. The slot comes first and the chunk is
+    /// chosen when the slot is free, so that the most urgent gets the next free slot.
+    void open(locked& lock, reader& me) {
+        slot_type* slot = nullptr;
+        std::exception_ptr error;
+        if (needs_slot()) {
+            slot = staging_->take();
+            opening_ = true;
+            if (slot == nullptr) {
+                work_.wait_for(lock, between_looks);
+                opening_ = false;
+                return;
+            }
+            lock.unlock();
+            error = await(slot->copied);
+            lock.lock();
+            opening_ = false;
+        }
+        const std::shared_ptr<moving_chunk> c = next_chunk();
+        const route way = c == nullptr ? route::to_host : c->what.load->routes[c->what.chunk];
+        if (slot != nullptr && way != route::staged) {
+            staging_->give_back_unused(std::exchange(slot, nullptr));
+            error = nullptr;
+        }
+        if (c == nullptr) {
+            arrived.notify_all();  // a scheduler that lost chunks has failed their loads
+            work_.notify_all();
+            return;
+        }
+        const std::uint64_t end = slot == nullptr ? c->span() : smaller<std::uint64_t>(c->span(), c->opened + slot_bytes_);
+        const auto f = std::make_shared<filling_type>(c, slot, end);
+        if (end < c->span()) {
+            unopened_.push_back(c);
+        }
+        f->error = std::move(error);
+        if (way == route::as_it_lies || f->error) {
+            f->next = f->end;
+            work_.notify_one();
+            finish(lock, me, f);
+            return;
+        }
+        open_.push_back(f);
+        for (std::uint64_t parts = ceil_div(f->end - f->begin, part_bytes_) + 1; parts > 1; --parts) {
+            work_.notify_one();
+        }
+    }
+
+    /// What the scheduler names, and in turn with it the rest of a chunk that is larger than a slot. Nothing where there is neither.
+    [[nodiscard]] std::shared_ptr<moving_chunk> next_chunk() {
+        if (!unopened_.empty() && (queue_.empty() || rest_next_)) {
+            rest_next_ = false;
+            const std::shared_ptr<moving_chunk> c = unopened_.front();
+            unopened_.pop_front();
+            return c;
+        }
+        rest_next_ = true;
+        chunk_job j = queue_.next();
+        return j.load == nullptr ? nullptr : std::make_shared<moving_chunk>(std::move(j));
+    }
+
+    /// Takes the next part of the chunk that was opened first. Of a chunk that will not arrive nothing more is brought.
+    void bring_part(locked& lock, reader& me) {
+        const filling_ptr f = open_.front();
+        load_state& load = f->load();
+        const planned_chunk& c = f->plan();
+        const std::uint64_t from = f->next;
+        const bool in_vain = load.error != nullptr || f->error != nullptr;
+        f->next = in_vain ? f->end : part_end(load, c, *f);
+        const std::uint64_t to = f->next;
+        if (f->handed_out()) {
+            open_.pop_front();
+        }
+        if (!in_vain) {
+            ++f->busy;
+            lock.unlock();
+            std::uint64_t reads = 0;
+            std::byte* const base = f->slot == nullptr ? nullptr : base_of(load, c, *f);
+            std::exception_ptr error = attempt([&] { fetch(load, c, from, to, base, reads); });
+            lock.lock();
+            --f->busy;
+            f->reads += reads;
+            if (error && !f->error) {
+                f->error = std::move(error);
+            }
+        }
+        if (f->over()) {
+            finish(lock, me, f);
+        }
+    }
+
+    /// Parts of a file end at multiples of their size in it.
+    [[nodiscard]] std::uint64_t part_end(const load_state& load, const planned_chunk& c, const filling_type& f) const noexcept {
+        const std::uint64_t phase = phase_of(load, c);
+        return smaller(f.end, larger(f.next + 1, round_down(f.next + phase + part_bytes_, part_bytes_) - phase));
+    }
+
+    /// Where the chunk's span would begin, of which the filling's part is in its slot.
+    static std::byte* base_of(const load_state& load, const planned_chunk& c, const filling_type& f) noexcept {
+        return f.slot->data + (phase_of(load, c) + f.begin) % memory::page_bytes - f.begin;
     }
 
     template <class Work>
@@ -223,60 +363,102 @@ private:
         return attempt([&] { copied.synchronize(); });
     }
 
-    void bring(chunk_job j, slot_type* slot, std::exception_ptr error) {
-        load_state& load = *j.load;
-        const planned_chunk& c = load.chunks[j.chunk];
-        const bool windowed = copies_run_on && !j.urgent && !load.where.on_host() && (slot == nullptr || c.bytes <= slot_bytes_);
-        std::uint64_t reads = 0;
-        if (!error) {
-            error = attempt([&] {
-                if (load.where.on_host()) {
-                    fetch(load, c, 0, std::span<std::byte>(c.destination, c.bytes), reads);
-                } else if (slot == nullptr) {
-                    if (!windowed) {
-                        copy_as_it_lies(load, c, reads);
-                    }
-                } else if (windowed) {
-                    fetch(load, c, 0, std::span<std::byte>(slot->data, c.bytes), reads);
-                } else {
-                    through_staging(load, c, slot, j.early, reads);
-                }
-            });
-        }
-        if (windowed && !error) {
-            issue({std::move(j), slot, reads});
-        } else {
-            settle({std::move(j), slot, reads}, std::move(error));
+    static void finish_if_synchronous(const place& where) {
+        if constexpr (!copies_run_on) {
+            Link::finish(where);
         }
     }
 
-    /// After a chunk: the slot goes back, the load counts.
-    void settle(typename window_type::entry e, std::exception_ptr error) {
-        if (e.slot != nullptr) {
-            {
-                const std::lock_guard lock(mutex);
-                staging_->give_back(e.slot);
+    /// All parts of a filling are in the slot, or in vain: on to the device with it.
+    void finish(locked& lock, reader& me, const filling_ptr& f) {
+        load_state& load = f->load();
+        const bool to_device = !load.where.on_host() && f->error == nullptr && load.error == nullptr;
+        const bool windowed = copies_run_on && !f->chunk->what.urgent;
+        lock.unlock();
+        std::exception_ptr error = f->error;
+        if (to_device) {
+            me.stay_near(load.where.device, readers_);
+            error = attempt([&] { me.serve(load.where.device); });
+        }
+        if (to_device && !error && windowed) {
+            issue(f);
+        } else {
+            if (to_device && !error) {
+                error = attempt([&] { copy(*f); });
             }
+            settle(f, std::move(error));
+        }
+        lock.lock();
+    }
+
+    /// Enqueues what a filling holds.
+    void copy(filling_type& f) {
+        load_state& load = f.load();
+        const planned_chunk& c = f.plan();
+        if (f.slot == nullptr) {
+            copy_as_it_lies<Link>(load, c, slot_bytes_, f.reads);
+            finish_if_synchronous(load.where);
+            return;
+        }
+        copy_staged<Link>(load, c, f.begin, f.end, base_of(load, c, f));
+        if constexpr (copies_run_on) {
+            try {
+                f.slot->stream = load.where.stream;
+                f.slot->copied.record(load.where.stream);
+            } catch (...) {  // the slot must not be filled while the copy reads it
+                Link::finish(load.where);
+                throw;
+            }
+        }
+        finish_if_synchronous(load.where);
+    }
+
+    /// After a filling: the slot goes back, and with the last of a chunk the load counts.
+    void settle(const filling_ptr& f, std::exception_ptr error) {
+        locked lock(mutex);
+        if (f->slot != nullptr) {
+            staging_->give_back(f->slot);
             work_.notify_one();
         }
-        load_state& load = *e.what.load;
-        arrive(load, load.chunks[e.what.chunk], e.reads, std::move(error));
-        leave(load);
+        f->chunk->reads += f->reads;
+        settle(lock, *f->chunk, f->end - f->begin, std::move(error));
     }
 
-    /// Leaves a chunk to the window of its device, and serves the window if nobody does.
-    void issue(typename window_type::entry ready) {
-        const int device = ready.what.load->where.device;
-        std::unique_lock lock(mutex);
+    void settle(locked& lock, moving_chunk& c, std::uint64_t span, std::exception_ptr error) {
+        c.unsettled -= span;
+        if (error && !c.error) {
+            c.error = std::move(error);
+        }
+        load_state& load = *c.what.load;
+        if (c.unsettled > 0) {
+            if (c.error) {
+                queue_.fail(load, c.error);
+                work_.notify_all();
+            }
+            return;
+        }
+        if (!c.error) {
+            c.error = load.error;  // a chunk of a load that has failed has not arrived
+        }
+        lock.unlock();
+        arrive(load, c.chunk(), c.reads, c.error);
+        leave(load);
+        lock.lock();
+    }
+
+    /// Leaves a filling to the window of its device, and serves the window if nobody does.
+    void issue(filling_ptr ready) {
+        const int device = ready->load().where.device;
+        locked lock(mutex);
         window_type& window = windows_.try_emplace(device, window_).first->second;
         if (!window.push(std::move(ready))) {
             return;
         }
         while (window.go_on()) {
-            std::optional<typename window_type::entry> next = window.take_failed();
+            std::optional<filling_ptr> next = window.take_failed();
             std::exception_ptr error;
             if (next) {
-                error = next->what.load->error;
+                error = (*next)->load().error;
                 lock.unlock();
             } else {
                 lock.unlock();
@@ -288,10 +470,14 @@ private:
                 }
                 lock.unlock();
                 if (!error) {
-                    error = attempt([&] { copy_from(*next, window); });
+                    error = attempt([&] {
+                        copy(**next);
+                        window.oldest_copy().record((*next)->load().where.stream);
+                        window.became_newest();
+                    });
                 }
             }
-            settle(std::move(*next), std::move(error));
+            settle(*next, std::move(error));
             next.reset();  // the last owner of a load may be this one, and its destructor needs no lock
             lock.lock();
         }
@@ -300,7 +486,7 @@ private:
     /// Ends what waits for room of loads that have failed, so that a held-up device does not hold up who cancels.
     void settle_failed() {
         for (;;) {
-            std::optional<typename window_type::entry> failed;
+            std::optional<filling_ptr> failed;
             {
                 const std::lock_guard lock(mutex);
                 for (auto w = windows_.begin(); w != windows_.end() && !failed; ++w) {
@@ -310,94 +496,7 @@ private:
             if (!failed) {
                 return;
             }
-            settle(std::move(*failed), std::make_exception_ptr(cancelled("penstock: the load has failed")));  // behind the first error
-        }
-    }
-
-    void copy_from(typename window_type::entry& e, window_type& window) {
-        load_state& load = *e.what.load;
-        const planned_chunk& c = load.chunks[e.what.chunk];
-        if (e.slot != nullptr) {
-            copy(load.where, c.destination, e.slot->data, c.bytes, &e.slot->copied);
-        } else {
-            copy_as_it_lies(load, c, e.reads);
-        }
-        window.oldest_copy().record(load.where.stream);
-        window.became_newest();
-    }
-
-    static void fetch(load_state& load, const planned_chunk& c, std::uint64_t from, std::span<std::byte> into, std::uint64_t& reads) {
-        if (c.memory != nullptr) {
-            std::memcpy(into.data(), c.memory + from, into.size());
-        } else {
-            load.source->read(c.file, c.offset + from, into);
-            ++reads;
-        }
-    }
-
-    /// Bytes of a source that the device does not take from where they lie are read instead, and the source told so.
-    void copy_as_it_lies(load_state& load, const planned_chunk& c, std::uint64_t& reads) {
-        try {
-            copy(load.where, c.destination, c.memory, c.bytes, nullptr);
-        } catch (const cuda_error& refusal) {
-            if (!c.of_source || loses_device(refusal.code())) {
-                throw;
-            }
-            load.source->refuse_in_place(c.file, refusal.what());
-            std::vector<std::byte> aside(smaller<std::uint64_t>(c.bytes, slot_bytes_));
-            for (std::uint64_t at = 0; at < c.bytes;) {
-                const std::span<std::byte> part(aside.data(), smaller<std::uint64_t>(aside.size(), c.bytes - at));
-                load.source->read(c.file, c.offset + at, part);
-                ++reads;
-                Link::copy(load.where, c.destination + at, part.data(), part.size());
-                Link::finish(load.where);
-                at += part.size();
-            }
-        }
-    }
-
-    /// A chunk larger than a slot goes slot by slot: `slot` is exchanged for the next free one on the way. Readers that begin a load fill
-    /// their first slots at the same time, while the link is idle; so such a slot is copied by growing parts, the first after an eighth.
-    void through_staging(load_state& load, const planned_chunk& c, slot_type*& slot, bool early, std::uint64_t& reads) {
-        for (std::uint64_t done = 0; done < c.bytes;) {
-            if (done > 0) {
-                exchange(slot);
-                slot->copied.synchronize();
-            }
-            const std::uint64_t size = smaller<std::uint64_t>(slot_bytes_, c.bytes - done);
-            if (early && done == 0 && size >= worth_parts) {
-                for (const std::uint64_t part : {size / 8, size / 8, size / 4}) {
-                    fetch(load, c, done, std::span<std::byte>(slot->data + done, part), reads);
-                    copy(load.where, c.destination + done, slot->data + done, part, &slot->copied);
-                    done += part;
-                }
-            }
-            const std::uint64_t in_slot = done % slot_bytes_;
-            const std::uint64_t rest = size - in_slot;
-            fetch(load, c, done, std::span<std::byte>(slot->data + in_slot, rest), reads);
-            copy(load.where, c.destination + done, slot->data + in_slot, rest, &slot->copied);
-            done += rest;
-        }
-    }
-
-    void exchange(slot_type*& slot) {
-        std::unique_lock lock(mutex);
-        staging_->give_back(slot);
-        slot = staging_->take();  // there is one: the one just given back, if no other
-    }
-
-    /// @param done recorded behind a copy that runs on by itself
-    static void copy(const place& where, std::byte* to, const std::byte* from, std::uint64_t size, typename Link::marker* done) {
-        Link::copy(where, to, from, size);
-        if constexpr (!copies_run_on) {
-            Link::finish(where);
-        } else if (done != nullptr) {
-            try {
-                done->record(where.stream);
-            } catch (...) {  // the slot must not be filled while the copy reads it
-                Link::finish(where);
-                throw;
-            }
+            settle(*failed, std::make_exception_ptr(cancelled("penstock: the load has failed")));  // behind the first error
         }
     }
 
@@ -431,7 +530,8 @@ private:
                 }
                 const planned_chunk& c = load.chunks[number];
                 std::uint64_t reads = 0;
-                copy_as_it_lies(load, c, reads);
+                detail::copy_as_it_lies<Link>(load, c, slot_bytes_, reads);
+                finish_if_synchronous(load.where);
                 done[number] = true;
                 --wanted;
                 arrive(load, c, reads, nullptr);
@@ -441,80 +541,21 @@ private:
         }
     }
 
-    /// Counts a chunk that has arrived, or ends the load with the error that kept it from arriving.
-    void arrive(load_state& load, const planned_chunk& c, std::uint64_t reads, std::exception_ptr error) {
-        const bool failed = error != nullptr;
-        bool last = false;
-        {
-            const std::lock_guard lock(mutex);
-            load.reads += reads;
-            if (failed) {
-                queue_.fail(load, std::move(error));
-            } else {
-                load.bytes_done += c.bytes;
-                --load.left[c.request];
-                last = --load.chunks_left == 0;
-                if (last) {
-                    load.seconds = load.elapsed();
-                } else if (load.stop.stop_requested()) {
-                    queue_.fail(load, std::make_exception_ptr(cancelled("penstock: the load was cancelled")));
-                }
-            }
-        }
-        arrived.notify_all();
-        if (!failed) {
-            call_back(load, last);
-        }
-    }
-
-    /// One thread at a time, with growing numbers. Who finds another thread calling back goes on with its work, except with the last
-    /// number.
-    void call_back(load_state& load, bool last) {
-        if (!load.callback) {
-            return;
-        }
-        std::unique_lock turn(load.in_callback, std::defer_lock);
-        if (last) {
-            turn.lock();
-        } else if (!turn.try_lock()) {
-            return;
-        }
-        progress now;
-        {
-            const std::lock_guard lock(mutex);
-            now = {load.bytes_done, load.bytes, load.elapsed()};
-            if (load.error || (now.bytes == now.total && !last)) {
-                return;  // the thread that brought the last chunk says so
-            }
-        }
-        try {
-            load.callback(now);
-        } catch (...) {
-            const std::lock_guard lock(mutex);
-            if (!load.error) {
-                queue_.fail(load, std::current_exception());
-            }
-        }
-    }
-
-    void leave(load_state& load) {
-        {
-            const std::lock_guard lock(mutex);
-            --load.in_flight;
-        }
-        arrived.notify_all();
-    }
-
     const std::size_t slot_bytes_;
     const std::uint32_t slots_;
     const int near_;
     const std::uint32_t window_;
+    const std::uint64_t part_bytes_;
+    const std::size_t readers_;
     std::mutex reserving_;
-    std::condition_variable work_;  ///< a request came, a slot came back, the end
+    std::condition_variable work_;  ///< a request came, a slot came back, a chunk was opened, the end
 
-    load_queue<Scheduler> queue_;
     std::unique_ptr<staging_type> staging_;
-    std::map<int, window_type> windows_;  ///< by device
+    std::deque<filling_ptr> open_;                        ///< parts of them are to be handed out
+    std::deque<std::shared_ptr<moving_chunk>> unopened_;  ///< chunks larger than a slot, the rest of which waits for one
+    bool rest_next_ = false;                              ///< of such a chunk comes before what the scheduler names
+    bool opening_ = false;                                ///< a reader waits for the slot of the next chunk
+    std::map<int, window_type> windows_;                  ///< by device
     bool stopping_ = false;
     std::vector<std::thread> threads_;  // last: it uses everything above
 };

@@ -46,11 +46,9 @@ enum class route : std::uint8_t {
 };
 
 /// Everything about one load. Plan, source and place do not change; the rest is guarded by the engine's mutex.
-struct load_state {
-    load_state(std::span<const planned_chunk> planned_chunks, std::span<const planned_request> planned_requests, byte_source& from,
-               place to, progress_callback call, std::stop_token token)
-        : chunks(planned_chunks.begin(), planned_chunks.end()),
-          requests(planned_requests.begin(), planned_requests.end()),
+struct load_state : plan_parts {
+    load_state(plan_parts plan, byte_source& from, place to, progress_callback call, std::stop_token token)
+        : plan_parts(std::move(plan)),
           source(&from),
           where(to),
           callback(std::move(call)),
@@ -67,8 +65,6 @@ struct load_state {
         }
     }
 
-    std::vector<planned_chunk> chunks;
-    std::vector<planned_request> requests;
     std::unordered_map<std::uint64_t, std::uint32_t> number_of;  ///< index into requests by the caller's number
     std::uint64_t bytes = 0;
     byte_source* source = nullptr;
@@ -83,7 +79,6 @@ struct load_state {
     std::vector<std::uint32_t> untaken_left;  ///< by request: chunks that nobody has taken
     std::uint64_t untaken = 0;
     std::uint64_t untaken_staged = 0;  ///< of these, how many need a staging slot
-    std::uint32_t early_chunks = 0;    ///< how many of the next to be taken find the link idle
     std::uint64_t chunks_left = 0;
     std::uint64_t bytes_done = 0;
     std::uint64_t reads = 0;
@@ -178,8 +173,8 @@ public:
         std::set<std::string> sources;
         std::int64_t last_file = -1;
         for (const planned_chunk& c : load_->chunks) {
-            if (c.memory != nullptr && !c.of_source) {
-                sources.insert(c.memory_is_pinned ? "pinned memory" : "memory");
+            if (c.from == bytes_from::pinned || c.from == bytes_from::memory) {
+                sources.insert(c.from == bytes_from::pinned ? "pinned memory" : "memory");
             } else if (c.file != last_file) {
                 last_file = c.file;
                 sources.insert(load_->source->condition(c.file));

@@ -1,10 +1,12 @@
 #pragma once
 
+#include <penstock/buffer/host_cores.hpp>
 #include <penstock/policy/chunking.hpp>
 #include <penstock/policy/memory.hpp>
 #include <penstock/policy/prefetch.hpp>
 #include <penstock/policy/scheduling.hpp>
 #include <penstock/stream/loaded_tensors.hpp>
+#include <penstock/stream/named_reads.hpp>
 #include <penstock/stream/source_choice.hpp>
 #include <penstock/stream/stream_engine.hpp>
 
@@ -14,9 +16,11 @@ namespace penstock::inline v0_1 {
 
 /// What a weight stream is given at run time.
 struct stream_options {
-    int readers = 0;  ///< threads that read; 0: one for each core, at least 2, at most 12, beyond which a PCIe 5 link gains nothing
-    int device = -1;  ///< the GPU next to which staging should lie; negative: the one that is loaded first
+    int readers =
+        0;  ///< threads that read; 0: seven for eight usable cores, at least 2, at most 14, beyond which a PCIe 5 link gains nothing
+    int device = -1;                 ///< the GPU next to which staging should lie; negative: the one that is loaded first
     std::uint32_t issue_window = 2;  ///< chunks of loads that are not on demand on one GPU's copy engine at a time; others do not count
+    bytes read_bytes{1u << 20};      ///< what a reader reads at a time: a chunk is filled by several
 };
 
 /// Brings bytes from files or host memory to host memory or to a GPU. It owns its reader threads, which are started once and joined by its
@@ -28,9 +32,8 @@ struct stream_options {
 /// start() itself. With memory::pageable, copies to a device are synchronous, one chunk at a time: the naive way, for comparison.
 ///
 /// Prefetched and background chunks, staged or pinned, wait until at most `issue_window` of their kind are on the device's copy engine, the
-/// most urgent first; so an urgent load of the same device stands behind that many chunks, and not behind a load or a full ring. A chunk
-/// larger than a staging slot does not wait. A stream that is held up for long holds up the staging of all loads: give every device a
-/// weight stream of its own, with readers and staging near it.
+/// most urgent first; so an urgent load of the same device stands behind that many chunks, and not behind a load or a full ring. A stream
+/// that is held up for long can come to hold all staging: give every device a weight stream of its own, with readers and staging near it.
 template <class Memory, class Chunking, class Prefetch, class Scheduler>
 class basic_weight_stream {
     static_assert(memory_policy<Memory>, "penstock: weight_stream's memory kind lacks host_accessible, device_accessible or page_aligned");
@@ -54,7 +57,7 @@ public:
           slot_bytes_(larger<std::uint64_t>(chunking.bytes_per_chunk(0, unbounded_slot_bytes), 1)),
           slots_(larger<std::uint32_t>(prefetch.chunks_ahead(slot_bytes_), 1)),
           readers_(options.readers > 0 ? options.readers : default_readers()),
-          engine_(std::make_shared<engine>(readers_, slot_bytes_, slots_, options.device, options.issue_window)) {}
+          engine_(std::make_shared<engine>(readers_, slot_bytes_, slots_, options.device, options.issue_window, options.read_bytes)) {}
 
     basic_weight_stream(const basic_weight_stream&) = delete;
     basic_weight_stream& operator=(const basic_weight_stream&) = delete;
@@ -104,9 +107,8 @@ public:
         if (!where.on_host() && Memory::device_accessible) {
             in_place = detail::taken_in_place(transfers, source);
         }
-        const transfer_plan<Chunking> planned(in_place.empty() ? transfers : std::span<const transfer>(in_place), chunking_);
-        auto load =
-            std::make_shared<detail::load_state>(planned.chunks(), planned.requests(), source, where, std::move(callback), std::move(stop));
+        transfer_plan<Chunking> planned(in_place.empty() ? transfers : std::span<const transfer>(in_place), chunking_);
+        auto load = std::make_shared<detail::load_state>(std::move(planned).take(), source, where, std::move(callback), std::move(stop));
         engine_->start(load);
         return ticket(engine_, std::move(load));
     }
@@ -132,6 +134,27 @@ public:
     /// The same from a source of the caller's, which has the list's files by the same numbers.
     [[nodiscard]] loaded_tensors load(const tensor_list& list, byte_source& files, place where, progress_callback callback = {},
                                       std::stop_token stop = {}) {
+        check_sizes(list, files);
+        if (!where.on_host()) {
+            require_device(where.device, "weight_stream");
+        }
+        loaded_tensors tensors;
+        tensors.where_ = where;
+        tensors.make_room(list);
+        return filled(list, std::move(tensors), files, std::move(callback), std::move(stop), true);
+    }
+
+    /// The same into room that was made for this list before, or that held its tensors: nothing is allocated.
+    /// @throws configuration_error for room of another list; what is thrown takes the room with it
+    [[nodiscard]] loaded_tensors load(const tensor_list& list, loaded_tensors room, byte_source& files, progress_callback callback = {},
+                                      std::stop_token stop = {}) {
+        check_sizes(list, files);
+        room.check_sizes_of(list);
+        return filled(list, std::move(room), files, std::move(callback), std::move(stop), false);
+    }
+
+private:
+    static void check_sizes(const tensor_list& list, byte_source& files) {
         std::vector<std::uint64_t> sizes(list.files.size(), not_asked);
         for (const tensor_info& t : list.tensors) {
             const bool known = t.file < sizes.size() && sizes[t.file] != not_asked;
@@ -144,23 +167,35 @@ public:
                                " of the file, which holds " + std::to_string(size));
             }
         }
-        if (!where.on_host()) {
-            require_device(where.device, "weight_stream");
-        }
-        loaded_tensors tensors;
-        tensors.where_ = where;
-        tensors.make_transfers(list);
+    }
+
+    /// Views are made, or held against the list, while the bytes are on their way.
+    loaded_tensors filled(const tensor_list& list, loaded_tensors tensors, byte_source& files, progress_callback callback,
+                          std::stop_token stop, bool make_views) {
+        place where = tensors.where_;
         std::optional<stream> own;
         if (!where.on_host() && where.stream == nullptr) {
             where.stream = own.emplace(where.device).get();
         }
-        tensors.report_ =
-            run_beside(tensors.transfers_, files, where, std::move(callback), std::move(stop), [&] { tensors.make_views(list); });
-        tensors.transfers_ = {};
+        detail::named_reads named(files, [&list](std::uint32_t file, std::uint64_t offset) {
+            for (const tensor_info& t : list.tensors) {
+                if (t.file == file && t.offset <= offset && offset < t.offset + t.bytes) {
+                    return "tensor \"" + t.name + "\"";
+                }
+            }
+            return std::string();
+        });
+        const std::vector<transfer> transfers = tensors.transfers(list);
+        tensors.report_ = run_beside(transfers, named, where, std::move(callback), std::move(stop), [&] {
+            if (make_views) {
+                tensors.make_views(list);
+            } else {
+                tensors.check_names_of(list);
+            }
+        });
         return tensors;
     }
 
-private:
     /// run(), with work for the calling thread while the bytes are on their way. What it throws ends the load.
     template <class Work>
     stream_report run_beside(std::span<const transfer> transfers, byte_source& source, place where, progress_callback callback,
@@ -204,7 +239,11 @@ private:
     /// Slot size for a chunking that has no size of its own (whole, rows): its chunks pass through staging slot by slot.
     static constexpr std::uint64_t unbounded_slot_bytes = std::uint64_t{4} << 20;
 
-    static int default_readers() noexcept { return static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 2u, 12u)); }
+    /// A few cores are left to the threads that wait for the bytes, and to the driver.
+    static int default_readers() noexcept {
+        const unsigned cores = usable_cores();
+        return static_cast<int>(std::clamp(cores - cores / 8, 2u, 14u));
+    }
 
     Chunking chunking_;
     std::uint64_t slot_bytes_;
@@ -219,16 +258,15 @@ template <class... Ps>
 struct make_weight_stream {
     PENSTOCK_CHECK_POLICIES("weight_stream", Ps...);
     static_assert(axis_count<axis::eviction, Ps...> == 0, "penstock: weight_stream keeps nothing, so it takes no eviction rule");
-    using type =
-        basic_weight_stream<pick_policy<axis::memory, memory::pinned, Ps...>,
-                            pick_policy<axis::chunking, chunking::fixed<bytes{4u << 20}>, Ps...>,
-                            pick_policy<axis::prefetch, prefetch::depth<24>, Ps...>, pick_policy<axis::scheduling, scheduler::fifo, Ps...>>;
+    using type = basic_weight_stream<
+        pick_policy<axis::memory, memory::pinned, Ps...>, pick_policy<axis::chunking, chunking::fixed<bytes{8u << 20}>, Ps...>,
+        pick_policy<axis::prefetch, prefetch::budget<bytes{96u << 20}>, Ps...>, pick_policy<axis::scheduling, scheduler::fifo, Ps...>>;
 };
 
 }  // namespace detail
 
-/// A weight stream from policies in any order. Defaults: pinned staging, 4 MiB chunks, 24 of them ahead, first come first served. Two
-/// chunks a reader in a ring of 96 MiB stay in the last cache until they are copied, which 8 MiB chunks do not.
+/// A weight stream from policies in any order. Defaults: pinned staging, 8 MiB chunks, 96 MiB of them ahead (which the last cache of a server
+/// holds until they are copied), first come first served.
 template <class... Ps>
 using weight_stream = typename detail::make_weight_stream<Ps...>::type;
 

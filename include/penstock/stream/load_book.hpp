@@ -1,0 +1,78 @@
+#pragma once
+
+#include <penstock/stream/load_queue.hpp>
+
+namespace penstock::inline v0_1::detail {
+
+/// What an engine keeps of its loads: the queue of their chunks, what has arrived, who is to be called. Its functions lock.
+template <class Scheduler>
+class load_book : public load_engine {
+protected:
+    /// Counts a chunk that has arrived, or ends the load with the error that kept it from arriving.
+    void arrive(load_state& load, const planned_chunk& c, std::uint64_t reads, std::exception_ptr error) {
+        const bool failed = error != nullptr;
+        bool last = false;
+        {
+            const std::lock_guard lock(mutex);
+            load.reads += reads;
+            if (failed) {
+                queue_.fail(load, std::move(error));
+            } else {
+                load.bytes_done += c.bytes;
+                --load.left[c.request];
+                last = --load.chunks_left == 0;
+                if (last) {
+                    load.seconds = load.elapsed();
+                } else if (load.stop.stop_requested()) {
+                    queue_.fail(load, std::make_exception_ptr(cancelled("penstock: the load was cancelled")));
+                }
+            }
+        }
+        arrived.notify_all();
+        if (!failed) {
+            call_back(load, last);
+        }
+    }
+
+    /// One thread at a time, with growing numbers. Who finds another thread calling back goes on with its work, except with the last
+    /// number.
+    void call_back(load_state& load, bool last) {
+        if (!load.callback) {
+            return;
+        }
+        std::unique_lock turn(load.in_callback, std::defer_lock);
+        if (last) {
+            turn.lock();
+        } else if (!turn.try_lock()) {
+            return;
+        }
+        progress now;
+        {
+            const std::lock_guard lock(mutex);
+            now = {load.bytes_done, load.bytes, load.elapsed()};
+            if (load.error || (now.bytes == now.total && !last)) {
+                return;  // the thread that brought the last chunk says so
+            }
+        }
+        try {
+            load.callback(now);
+        } catch (...) {
+            const std::lock_guard lock(mutex);
+            if (!load.error) {
+                queue_.fail(load, std::current_exception());
+            }
+        }
+    }
+
+    void leave(load_state& load) {
+        {
+            const std::lock_guard lock(mutex);
+            --load.in_flight;
+        }
+        arrived.notify_all();
+    }
+
+    load_queue<Scheduler> queue_;
+};
+
+}  // namespace penstock::inline v0_1::detail
