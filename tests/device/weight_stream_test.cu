@@ -5,6 +5,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <fstream>
 #include <optional>
 #include <thread>
 
@@ -80,6 +81,18 @@ void everything_arrives(Stream& loader, const tests::temporary_directory& dir) {
 
 std::optional<weight_stream<>> stream_that_outlives_main;
 
+/// Memory of this process that no file stands behind.
+std::uint64_t anonymous_bytes() {
+    std::ifstream status("/proc/self/status");
+    for (std::string word; status >> word;) {
+        if (std::uint64_t kib = 0; word == "RssAnon:" && status >> kib) {
+            return kib * 1024;
+        }
+    }
+    FAIL("the system does not say how much anonymous memory there is");
+    return 0;
+}
+
 }  // namespace
 
 TEST_CASE("files, pageable and pinned memory arrive bit for bit, whatever chunk, depth and readers") {
@@ -130,8 +143,15 @@ TEST_CASE("M13 host peak stays at staging, and staging at its bound") {
     CHECK(loader.staging_bytes() == 0);
     poisoned there(64 << 20);
     const stream s;
-    loader.run(std::vector{make(1, 0, 0, there.data(), there.size())}, files, on_device(0, s.get()));
-    CHECK(loader.staging_bytes() == 4 << 20);
+    const place where = on_device(0, s.get());
+    loader.run(std::vector{make(1, 0, 0, there.data(), 1 << 20)}, files, where);  // the driver's own memory, and staging
+    const std::uint64_t before = anonymous_bytes();
+    std::uint64_t most = 0;
+    const stream_report report = loader.run(std::vector{make(1, 0, 0, there.data(), there.size())}, files, where,
+                                            [&](const progress&) { most = std::max(most, anonymous_bytes()); });
+    CHECK(report.staging_bytes == loader.staging_bytes());
+    CHECK(loader.staging_bytes() == 4 * ((1 << 20) + 4096));
+    CHECK(most < before + (4 << 20));
     CHECK(tests::holds(tests::from_device(there.data(), there.size()), 0));
 }
 

@@ -102,6 +102,19 @@ TEST_CASE("M06 small hard limit on pinned memory: staging makes do with fewer sl
     CHECK(books.clean());
 }
 
+TEST_CASE("staging takes at most half of the memory that is left, and an arena is not begun that would not fit") {
+    ledger books;
+    detail::staging<memory::pinned, faults::pinning> s;
+    s.allocate(8 << 20, 12, 0, {&books}, 70 << 20);
+    CHECK(s.slots() == 4);
+    detail::staging<memory::pinned, faults::pinning> least;
+    least.allocate(8 << 20, 12, 0, {&books}, 1 << 20);
+    CHECK(least.slots() == 1);
+    using tested = basic_arena<faults::pinning>;
+    CHECK_THROWS_WITH_AS(tested(available_host_memory() + (std::uint64_t{8} << 30), {.device = 0}, {&books}),
+                         doctest::Contains("page-locked host memory ran out"), out_of_memory);
+}
+
 TEST_CASE("without a device an arena is pageable and says so; zero bytes are legal") {
     arena a(10'000);
     CHECK_FALSE(a.pinned());

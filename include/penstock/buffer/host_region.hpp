@@ -1,6 +1,7 @@
 #pragma once
 
 #include <penstock/buffer/host_cores.hpp>
+#include <penstock/buffer/host_memory.hpp>
 #include <penstock/cuda/device.hpp>
 #include <penstock/error.hpp>
 #include <penstock/units.hpp>
@@ -110,6 +111,11 @@ public:
             return;
         }
         try {
+            if (const std::uint64_t left = options.device < 0 ? size : available_host_memory(); size > left) {
+                throw out_of_memory("penstock: page-locked host memory ran out: an arena of " + to_string(bytes{size}) +
+                                    " was asked for, and this process can have " + to_string(bytes{left}) +
+                                    " (free memory of the machine, or what a container's limit leaves)");
+            }
             map(options);
             if (options.device < 0) {
                 how_ = pages_ + ", pageable";

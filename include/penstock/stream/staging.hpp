@@ -1,6 +1,7 @@
 #pragma once
 
 #include <penstock/buffer/arena.hpp>
+#include <penstock/buffer/host_memory.hpp>
 #include <penstock/cuda/event.hpp>
 #include <penstock/policy/memory.hpp>
 
@@ -54,8 +55,11 @@ public:
         }
     }
 
-    /// @throws out_of_memory, cuda_error; it then holds nothing. @pre nothing was allocated before
-    void allocate(std::size_t slot_bytes, std::uint32_t slots, int device, Pinning pinning = {}) {
+    /// Takes at most half of the host memory that the machine, or a container, has left. @throws out_of_memory, cuda_error; it then holds
+    /// nothing. @pre nothing was allocated before
+    void allocate(std::size_t slot_bytes, std::uint32_t slots, int device, Pinning pinning = {},
+                  std::uint64_t memory_left = available_host_memory()) {
+        slots = static_cast<std::uint32_t>(std::clamp<std::uint64_t>(memory_left / 2 / slot_stride(slot_bytes), 1, slots));
         if constexpr (in_arena) {
             std::uint32_t count = slots;
             arena_.emplace(bytes_needed(slot_bytes, count), arena_options{.device = device}, pinning);

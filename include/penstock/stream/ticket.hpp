@@ -27,10 +27,12 @@ namespace penstock::inline v0_1 {
 /// What a load moved. GB = 1e9 bytes.
 struct stream_report {
     std::uint64_t bytes = 0;
-    double seconds = 0;        ///< from start() to the last chunk; run(), load(): to the arrival of the last byte
-    std::uint64_t chunks = 0;  ///< brought
-    std::uint64_t reads = 0;   ///< calls of the byte source
-    std::string source;        ///< what the bytes came from: "pread, in the page cache", "pinned memory", ...
+    double seconds = 0;               ///< from start() to the last chunk; run(), load(): to the arrival of the last byte
+    std::uint64_t chunks = 0;         ///< brought
+    std::uint64_t reads = 0;          ///< calls of the byte source
+    std::uint64_t staging_bytes = 0;  ///< host memory of the stream that they passed through; of run(), load()
+    std::uint64_t place_bytes = 0;    ///< memory of the place that was taken for them; of load()
+    std::string source;               ///< what the bytes came from: "pread, in the page cache", "pinned memory", ...
 
     [[nodiscard]] double gb_per_s() const noexcept { return seconds > 0 ? static_cast<double>(bytes) / seconds / 1e9 : 0; }
 };

@@ -193,6 +193,7 @@ private:
                 tensors.check_names_of(list);
             }
         });
+        tensors.report_.place_bytes = tensors.bytes();
         return tensors;
     }
 
@@ -221,6 +222,7 @@ private:
             throw;
         }
         stream_report report = load.report();
+        report.staging_bytes = staging_bytes();
         if (!where.on_host()) {
             const device_guard on(where.device);
             check(cudaStreamSynchronize(where.stream), "cudaStreamSynchronize");
