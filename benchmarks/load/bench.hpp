@@ -135,6 +135,7 @@ public:
         return {name, bytes(), [this] { move(); }, [this] { prepare(); }};
     }
 
+    /// Memory that holds other bytes, and a source.
     void prepare() {
         done_.reset();
         room_.reset();
@@ -145,18 +146,18 @@ public:
             source_ = open_();
         }
         room_.emplace(list_, where_);
-    }
-
-    void move() { done_.emplace(loader_.load(list_, std::move(*room_), *source_)); }
-
-    /// Loads once more, into memory that held other bytes before, and compares.
-    [[nodiscard]] std::size_t wrong() {
-        prepare();
         std::byte* begin = room_->begin()->second.data;
         for (const auto& [name, tensor] : *room_) {
             begin = std::min(begin, tensor.data);
         }
         spoil(where_.device, begin, room_->bytes());
+    }
+
+    void move() { done_.emplace(loader_.load(list_, std::move(*room_), *source_)); }
+
+    /// Loads once more and compares. @return how many ranges are wrong
+    [[nodiscard]] std::size_t wrong() {
+        prepare();
         move();
         std::vector<ps::transfer> sent;
         for (const ps::tensor_info& t : list_.tensors) {
