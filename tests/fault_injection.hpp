@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -18,7 +19,7 @@
 #include <sys/types.h>
 
 /// Things that fail on purpose: a source of bytes, a driver that pins memory, and a kind of memory, each as a user of the library would write
-/// one of their own.
+/// one of their own; and what they hold.
 namespace faults {
 
 using namespace penstock;
@@ -153,6 +154,9 @@ struct rationed : Base {
     static inline ledger* books = nullptr;
 
     [[nodiscard]] static void* allocate(std::size_t size) {
+        if (size == 0) {
+            return nullptr;
+        }
         if (!books->grants(had_by::allocating, size)) {
             throw out_of_memory("a test's memory ran out: " + std::to_string(size) + " bytes were asked for");
         }
@@ -161,7 +165,7 @@ struct rationed : Base {
         return p;
     }
     static void deallocate(void* p, std::size_t size) noexcept {
-        if (books->gave_back(had_by::allocating, p)) {
+        if (p != nullptr && books->gave_back(had_by::allocating, p)) {
             Base::deallocate(p, size);
         }
     }
@@ -216,5 +220,16 @@ public:
 private:
     byte_source& from_;
 };
+
+/// Bytes of this process in memory that no file stands behind.
+inline std::uint64_t anonymous_memory() {
+    std::ifstream status("/proc/self/status");
+    for (std::string line; std::getline(status, line);) {
+        if (line.starts_with("RssAnon:")) {
+            return std::stoull(line.substr(8)) << 10;
+        }
+    }
+    throw io_error("/proc/self/status does not say how much anonymous memory there is");
+}
 
 }  // namespace faults

@@ -12,6 +12,7 @@ namespace {
 
 using namespace penstock;
 using namespace penstock::literals;
+using faults::anonymous_memory;
 using faults::had_by;
 using faults::ledger;
 using files::content;
@@ -34,18 +35,6 @@ tensor_list whole_files(const std::vector<std::filesystem::path>& paths) {
         list.tensors.push_back({"tensor " + std::to_string(f), dtype::u8, {size}, f, 0, size});
     }
     return list;
-}
-
-/// Bytes of this process in memory that no file stands behind.
-std::uint64_t anonymous_memory() {
-    std::ifstream status("/proc/self/status");
-    for (std::string line; std::getline(status, line);) {
-        if (line.starts_with("RssAnon:")) {
-            return std::stoull(line.substr(8)) << 10;
-        }
-    }
-    FAIL("the system does not say");
-    return 0;
 }
 
 /// The bytes of a safetensors file of one tensor `name` of 8 bytes at data offset 0, followed by two empty ones.

@@ -48,7 +48,7 @@ std::vector<read_piece> pieces_in(std::vector<std::byte>& room, std::uint64_t fr
 
 void check(const std::vector<read_piece>& pieces, std::uint64_t file) {
     for (const read_piece& p : pieces) {
-        CHECK(holds_pattern(p.into, file, p.offset));
+        CHECK(tests::holds(p.into, file, p.offset));
         CHECK(*(p.into.data() + p.into.size()) == guard);
     }
 }
@@ -90,9 +90,9 @@ TEST_CASE("one call brings what lies together, and no call more than it may") {
 
 TEST_CASE("F28 pieces of real files, through the page cache and past it") {
     const temporary_directory dir;
-    write_pattern(dir.path / "a", 0, 2'000'000);
+    write_pattern(dir / "a", 0, 2'000'000);
     for (const file_access access : {file_access::buffered, file_access::direct}) {
-        file_source files({dir.path / "a"}, access);
+        file_source files({dir / "a"}, access);
         for (const std::uint64_t from : {0u, 4095u, 4096u, 100'001u}) {
             std::vector<std::byte> room(80'000, guard);
             const std::vector<read_piece> pieces = pieces_in(room, from);

@@ -1,14 +1,14 @@
 #pragma once
 
+#include "../known_bytes.hpp"
+
 #include <penstock/stream/weight_stream.hpp>
 
 #include <doctest/doctest.h>
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
 #include <deque>
-#include <fstream>
 #include <thread>
 
 /// What the tests of weight streams share: files and a slow source of known bytes, and a copy engine in slow motion.
@@ -19,31 +19,9 @@ using namespace penstock;
 using namespace penstock::literals;
 using namespace std::chrono_literals;
 
-/// A directory that is gone with the test.
-struct temporary_directory {
-    temporary_directory() {
-        std::string name = (std::filesystem::temp_directory_path() / "penstock-XXXXXX").string();
-        REQUIRE(::mkdtemp(name.data()) != nullptr);
-        path = name;
-    }
-    ~temporary_directory() { std::filesystem::remove_all(path); }
-    std::filesystem::path path;
-};
-
-inline std::byte pattern(std::uint64_t file, std::uint64_t offset) {
-    std::uint64_t x = (file + 1) * 0x9e3779b97f4a7c15u + offset;
-    x ^= x >> 29;
-    x *= 0xbf58476d1ce4e5b9u;
-    return static_cast<std::byte>(x >> 56);
-}
-
-inline void write_pattern(const std::filesystem::path& path, std::uint64_t file, std::size_t size) {
-    std::vector<std::byte> data(size);
-    for (std::size_t i = 0; i < size; ++i) {
-        data[i] = pattern(file, i);
-    }
-    std::ofstream(path, std::ios::binary).write(reinterpret_cast<const char*>(data.data()), static_cast<std::streamsize>(size));
-}
+using tests::pattern;
+using tests::temporary_directory;
+using tests::write_pattern;
 
 /// Bytes by formula. Reads take `delay`, or as long as the test holds them back; which file was read when is remembered.
 class slow_source final : public byte_source {
@@ -62,9 +40,7 @@ public:
         if (delay_ > 0us) {
             std::this_thread::sleep_for(delay_);
         }
-        for (std::size_t i = 0; i < into.size(); ++i) {
-            into[i] = pattern(file, offset + i);
-        }
+        tests::fill(into, file, offset);
         lock.lock();
         --now_;
         if (file == broken_file) {
@@ -122,15 +98,6 @@ inline transfer from_file(std::uint64_t request, std::uint32_t file, std::uint64
     t.destination = to.data();
     t.level = level;
     return t;
-}
-
-inline bool holds_pattern(std::span<const std::byte> data, std::uint64_t file, std::uint64_t offset) {
-    for (std::size_t i = 0; i < data.size(); ++i) {
-        if (data[i] != pattern(file, offset + i)) {
-            return false;
-        }
-    }
-    return true;
 }
 
 constexpr std::byte guard{0xA5};

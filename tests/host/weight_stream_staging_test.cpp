@@ -1,3 +1,4 @@
+#include "../fault_injection.hpp"
 #include "stream_fakes.hpp"
 
 using namespace stream_fakes;
@@ -13,9 +14,7 @@ void load_through_staging(std::uint64_t chunk_bytes, std::size_t slot_bytes, std
     const place where = on_device(0, reinterpret_cast<cudaStream_t>(&device));
     std::vector<std::byte> to(30'000, guard);
     std::vector<std::byte> memory(5'000);
-    for (std::size_t i = 0; i < memory.size(); ++i) {
-        memory[i] = pattern(77, i);
-    }
+    tests::fill(memory, 77);
     std::vector<transfer> list{from_file(1, 1, 5, std::span(to).first(12'345)),
                                from_file(2, 2, 0, std::span(to).subspan(13'000, 6'000), urgency::background)};
     for (const bool pinned : {false, true}) {
@@ -35,10 +34,10 @@ void load_through_staging(std::uint64_t chunk_bytes, std::size_t slot_bytes, std
     slow_link::finish(where);
     CHECK(stream->staging_bytes() == detail::staging<Memory>::bytes_needed(slot_bytes, slots));
     CHECK(t.report().bytes == 12'345 + 6'000 + 10'000);
-    CHECK(holds_pattern(std::span(to).first(12'345), 1, 5));
-    CHECK(holds_pattern(std::span(to).subspan(13'000, 6'000), 2, 0));
-    CHECK(holds_pattern(std::span(to).subspan(20'000, 5'000), 77, 0));
-    CHECK(holds_pattern(std::span(to).subspan(25'000, 5'000), 77, 0));
+    CHECK(tests::holds(std::span(to).first(12'345), 1, 5));
+    CHECK(tests::holds(std::span(to).subspan(13'000, 6'000), 2, 0));
+    CHECK(tests::holds(std::span(to).subspan(20'000, 5'000), 77, 0));
+    CHECK(tests::holds(std::span(to).subspan(25'000, 5'000), 77, 0));
     CHECK(to[12'345] == guard);
     CHECK(to[19'000] == guard);
     stream->stop();
@@ -76,8 +75,8 @@ TEST_CASE("an error between two staged chunks returns the slots") {
         } else {
             t.wait();
             slow_link::finish(where);
-            CHECK(holds_pattern(std::span(to).first(8'000), 1, 0));
-            CHECK(holds_pattern(std::span(to).subspan(10'000, 8'000), 3, 0));
+            CHECK(tests::holds(std::span(to).first(8'000), 1, 0));
+            CHECK(tests::holds(std::span(to).subspan(10'000, 8'000), 3, 0));
         }
     }
     stream->stop();
@@ -103,7 +102,7 @@ TEST_CASE("a chunk is filled by several readers and copied once, at the offset i
         slow_link::finish(where);
         CHECK(std::chrono::steady_clock::now() - begin < 5s);
         CHECK(source.most_at_once() == 4);
-        CHECK(holds_pattern(std::span(to).subspan(1, to.size() - 2), 1, 100));
+        CHECK(tests::holds(std::span(to).subspan(1, to.size() - 2), 1, 100));
         CHECK(to.front() == guard);
         CHECK(to.back() == guard);
         CHECK(device.enqueued() == (chunk == slot ? 5 : 6));  // the large one ends on a page of the file
@@ -137,7 +136,7 @@ TEST_CASE("a chunk of many pieces is read, staged and copied whole, scattered or
             }
             CHECK(t.report().bytes == 50 * 150 + 50 * 250);
             for (const transfer& one : list) {
-                CHECK(holds_pattern(std::span(one.destination, one.bytes), one.file, one.offset));
+                CHECK(tests::holds(std::span(one.destination, one.bytes), one.file, one.offset));
             }
             for (std::uint64_t i = 0; i < 50; ++i) {
                 CHECK(to[i * 256 + 150] == guard);
@@ -168,10 +167,56 @@ TEST_CASE("a stream that is held up keeps its own slots, and another goes on wit
     ticket goes = begin(b, other);
     goes.wait();
     slow_link::finish(on_device(0, reinterpret_cast<cudaStream_t>(&other)));
-    CHECK(holds_pattern(second, 2, 0));
+    CHECK(tests::holds(second, 2, 0));
     held.allow(100);
     waits.wait();
     slow_link::finish(on_device(0, reinterpret_cast<cudaStream_t>(&held)));
-    CHECK(holds_pattern(first, 1, 0));
+    CHECK(tests::holds(first, 1, 0));
     stream->stop();
+}
+
+TEST_CASE("M06 a model of 256 MiB through a user's own memory of 64 MiB at most, with the default chunk and depth") {
+    using memory_of_the_user = faults::rationed<as_if_pinned>;
+    using stream_type = weight_stream<memory_of_the_user>;
+    using engine = detail::stream_engine<memory_of_the_user, stream_type::scheduler, slow_link>;
+    const auto slot_bytes = static_cast<std::size_t>(stream_type::chunking{}.bytes_per_chunk(0, 1_GiB));
+    const std::uint32_t slots = stream_type::prefetch{}.chunks_ahead(slot_bytes);
+    REQUIRE(slot_bytes * slots > 64_MiB);
+    std::vector<std::byte> to(256_MiB);
+    std::vector<transfer> list;
+    for (std::uint32_t i = 0; i < 64; ++i) {
+        list.push_back(from_file(i, i, 7, std::span(to).subspan(i * 4_MiB, 4_MiB)));
+    }
+    for (const std::size_t limit : {std::size_t{64_MiB}, std::size_t{1_MiB}}) {
+        std::fill(to.begin(), to.end(), guard);
+        faults::ledger books;
+        books.in_all = limit;
+        memory_of_the_user::books = &books;
+        {
+            slow_copies device;
+            slow_source source;
+            const place where = on_device(0, reinterpret_cast<cudaStream_t>(&device));
+            const auto stream = std::make_shared<engine>(2, slot_bytes, slots, -1);
+            transfer_plan plan(std::span<const transfer>(list), stream_type::chunking{});
+            const auto load = std::make_shared<detail::load_state>(std::move(plan).take(), source, where, nullptr, std::stop_token{});
+            if (limit < slot_bytes) {  // not one slot can be had: an error before anything is read
+                CHECK_THROWS_WITH_AS(stream->start(load), doctest::Contains("a test's memory ran out"), out_of_memory);
+                CHECK(source.reads().empty());
+            } else {
+                stream->start(load);
+                ticket t(stream, load);
+                t.wait();
+                slow_link::finish(where);
+                for (std::uint32_t i = 0; i < 64; ++i) {
+                    CHECK(tests::holds(std::span(to).subspan(i * 4_MiB, 4_MiB), i, 7));
+                }
+                CHECK(stream->staging_bytes() == books.bytes());
+                CHECK(books.bytes() > limit / 4);
+            }
+            stream->stop();
+        }
+        CHECK(books.peak() <= limit);
+        CHECK(books.clean());
+    }
+    memory_of_the_user::books = nullptr;
 }

@@ -25,10 +25,10 @@ using small_stream = weight_stream<memory::pageable, chunking::run_time, schedul
 
 TEST_CASE("a stream brings the exact bytes for any chunk size, and no others") {
     const temporary_directory dir;
-    write_pattern(dir.path / "a", 0, 100'003);
-    write_pattern(dir.path / "b", 1, 1);
-    write_pattern(dir.path / "c", 2, 0);
-    file_source files({dir.path / "a", dir.path / "b", dir.path / "c"});
+    write_pattern(dir / "a", 0, 100'003);
+    write_pattern(dir / "b", 1, 1);
+    write_pattern(dir / "c", 2, 0);
+    file_source files({dir / "a", dir / "b", dir / "c"});
     for (const std::uint64_t size : {128ull, 1000ull, 4096ull, 65'537ull, 100'003ull, 1ull << 20}) {
         for (const int readers : {1, 2, 5}) {
             small_stream stream({.readers = readers}, {bytes{size}});
@@ -49,8 +49,8 @@ TEST_CASE("a stream brings the exact bytes for any chunk size, and no others") {
             CHECK(report.chunks == ceil_div(99'999, size) + 1 + ceil_div(777, size));
             CHECK(report.reads == ceil_div(99'999, size) + 1);
             CHECK(report.source.find("page cache") != std::string::npos);
-            CHECK(holds_pattern(all.subspan(16, 99'999), 0, 3));
-            CHECK(holds_pattern(all.subspan(110'000, 1), 1, 0));
+            CHECK(tests::holds(all.subspan(16, 99'999), 0, 3));
+            CHECK(tests::holds(all.subspan(110'000, 1), 1, 0));
             std::size_t spoilt = 0;
             for (std::size_t i = 0; i < to.size(); ++i) {
                 spoilt += (i < 16 || (i >= 100'015 && i != 110'000)) && to[i] != guard;
@@ -86,10 +86,10 @@ TEST_CASE("requests are waited for one by one") {
     }
     ticket t = stream.start(list, source, on_host());
     t.wait(100);
-    CHECK(holds_pattern(std::span(to).first(128), 0, 0));
+    CHECK(tests::holds(std::span(to).first(128), 0, 0));
     CHECK_FALSE(t.done());
     t.wait(130);
-    CHECK(holds_pattern(std::span(to).subspan(30 * 128, 128), 30, 0));
+    CHECK(tests::holds(std::span(to).subspan(30 * 128, 128), 30, 0));
     CHECK_FALSE(t.done());
     source.allow(60);
     ticket moved = std::move(t);
@@ -165,7 +165,7 @@ TEST_CASE("cancellation takes effect within two chunks and leaves the stream usa
     CHECK_THROWS_AS(stream.run(list, source, on_host(), {}, other.get_token()), cancelled);
     CHECK(source.reads().size() == reads);
     CHECK(stream.run(std::span(&list[0], 1), source, on_host()).bytes == to.size());
-    CHECK(holds_pattern(to, 0, 0));
+    CHECK(tests::holds(to, 0, 0));
 }
 
 TEST_CASE("a ticket that dies stops its load, and nothing is written afterwards") {
@@ -197,9 +197,9 @@ TEST_CASE("a stream that dies ends its loads, and their tickets say so") {
 
 TEST_CASE("an error of a reader reaches the ticket, and a retry works (M16)") {
     const temporary_directory dir;
-    write_pattern(dir.path / "good", 0, 10'000);
-    write_pattern(dir.path / "short", 1, 4'000);
-    file_source files({dir.path / "good", dir.path / "short", dir.path / "none"});
+    write_pattern(dir / "good", 0, 10'000);
+    write_pattern(dir / "short", 1, 4'000);
+    file_source files({dir / "good", dir / "short", dir / "none"});
     small_stream stream({.readers = 2}, {bytes{1024}});
     std::vector<std::byte> to(10'000);
     const auto message = [&](std::uint32_t file) {
@@ -213,12 +213,12 @@ TEST_CASE("an error of a reader reaches the ticket, and a retry works (M16)") {
         return std::string("no error");
     };
     const std::string short_file = message(1);
-    CHECK(short_file.find((dir.path / "short").string()) != std::string::npos);
+    CHECK(short_file.find((dir / "short").string()) != std::string::npos);
     CHECK(short_file.find("offset 3072") != std::string::npos);
     CHECK(short_file.find("1024 bytes were wanted") != std::string::npos);
     CHECK(short_file.find("928 were got") != std::string::npos);
     const std::string missing = message(2);
-    CHECK(missing.find((dir.path / "none").string()) != std::string::npos);
+    CHECK(missing.find((dir / "none").string()) != std::string::npos);
     CHECK(missing.find("No such file") != std::string::npos);
     CHECK_THROWS_AS(stream.run(std::vector{from_file(1, 3, 0, std::span(to).first(1))}, files, on_host()), configuration_error);
     // The request that was whole before the other failed is not taken back.
@@ -231,16 +231,16 @@ TEST_CASE("an error of a reader reaches the ticket, and a retry works (M16)") {
     CHECK_THROWS_AS(t.wait(2), io_error);
     CHECK_THROWS_AS(t.wait(), io_error);
     CHECK(stream.run(std::vector{from_file(1, 0, 0, std::span(to).first(3000))}, files, on_host()).bytes == 3000);
-    CHECK(holds_pattern(std::span(to).first(3000), 0, 0));
+    CHECK(tests::holds(std::span(to).first(3000), 0, 0));
 }
 
 TEST_CASE("a file that is cut after it was opened gives an io_error, not a crash") {
     const temporary_directory dir;
-    write_pattern(dir.path / "a", 0, 50'000);
-    file_source files({dir.path / "a"});
+    write_pattern(dir / "a", 0, 50'000);
+    file_source files({dir / "a"});
     std::vector<std::byte> to(50'000);
     CHECK(files.size(0) == 50'000);
-    std::filesystem::resize_file(dir.path / "a", 20'000);
+    std::filesystem::resize_file(dir / "a", 20'000);
     small_stream stream({.readers = 2}, {bytes{1024}});
     CHECK_THROWS_AS(stream.run(std::vector{from_file(1, 0, 0, to)}, files, on_host()), io_error);
 }
@@ -293,7 +293,7 @@ std::pair<std::size_t, std::size_t> urgent_among_background(bool promote) {
             stream.start(std::vector{from_file(wanted, wanted, 0, std::span(to).subspan(background * 128, 128))}, source, on_host());
         source.allow(1000);
         urgent.wait();
-        CHECK(holds_pattern(std::span(to).subspan(background * 128, 128), wanted, 0));
+        CHECK(tests::holds(std::span(to).subspan(background * 128, 128), wanted, 0));
     }
     slow.wait();
     const std::vector<std::uint32_t> order = source.reads();
@@ -338,10 +338,10 @@ TEST_CASE("S07 an urgent request pre-empts a large one at a chunk boundary") {
     urgent.wait(1);
     CHECK(source.reads()[2] == 2);
     CHECK_FALSE(background.done());
-    CHECK(holds_pattern(small, 2, 0));
+    CHECK(tests::holds(small, 2, 0));
     source.allow(1000);
     background.wait();
-    CHECK(holds_pattern(large, 1, 0));
+    CHECK(tests::holds(large, 1, 0));
     CHECK(source.reads().size() == 201);
 }
 
@@ -359,8 +359,8 @@ TEST_CASE("of two loads that share a request number, the more urgent is served f
     background.wait();
     urgent.wait();
     CHECK(source.reads() == std::vector<std::uint32_t>{9, 2, 1, 1});
-    CHECK(holds_pattern(std::span(to).subspan(128, 256), 1, 0));
-    CHECK(holds_pattern(std::span(to).subspan(384, 128), 2, 0));
+    CHECK(tests::holds(std::span(to).subspan(128, 256), 1, 0));
+    CHECK(tests::holds(std::span(to).subspan(384, 128), 2, 0));
 }
 
 TEST_CASE("round robin takes turns between requests") {
@@ -391,7 +391,7 @@ TEST_CASE("S05 different experts asked for by many at once overlap") {
     }
     CHECK(source.most_at_once() == 8);
     for (std::uint32_t i = 0; i < 8; ++i) {
-        CHECK(holds_pattern(std::span(to).subspan(i * 1000, 1000), i, 0));
+        CHECK(tests::holds(std::span(to).subspan(i * 1000, 1000), i, 0));
     }
 }
 
@@ -424,7 +424,7 @@ TEST_CASE("64 threads load, cancel and fail on one stream at once") {
                     }
                     try {
                         t.wait();
-                        right += holds_pattern(to, n, 0);
+                        right += tests::holds(to, n, 0);
                     } catch (const error&) {
                         ++failed;
                     }
@@ -497,15 +497,15 @@ TEST_CASE("a scheduler of one's own decides by the caller's numbers, in any orde
     }
     stream.run(list, source, on_host());
     CHECK(source.reads() == std::vector<std::uint32_t>{2, 2, 2, 1, 1, 1, 0, 0, 0});
-    CHECK(holds_pattern(std::span(to).first(300), 0, 0));
+    CHECK(tests::holds(std::span(to).first(300), 0, 0));
 }
 
 TEST_CASE("load puts every tensor at a multiple of 256 bytes and finds it by name") {
     const temporary_directory dir;
-    write_pattern(dir.path / "a", 0, 9'000'000);
-    write_pattern(dir.path / "b", 1, 5'000);
+    write_pattern(dir / "a", 0, 9'000'000);
+    write_pattern(dir / "b", 1, 5'000);
     tensor_list list;
-    list.files = {dir.path / "a", dir.path / "b"};
+    list.files = {dir / "a", dir / "b"};
     list.tensors = {{"third", dtype::u8, {999}, 1, 11, 999},
                     {"first", dtype::bf16, {2000, 1000}, 0, 100, 4'000'000},
                     {"second", dtype::f32, {1000, 1000}, 0, 4'000'100, 4'000'000},
@@ -522,7 +522,7 @@ TEST_CASE("load puts every tensor at a multiple of 256 bytes and finds it by nam
         CHECK(v.type == t.type);
         CHECK(v.shape == t.shape);
         CHECK(v.bytes == t.bytes);
-        CHECK(holds_pattern({v.data, v.bytes}, t.file, t.offset));
+        CHECK(tests::holds({v.data, v.bytes}, t.file, t.offset));
     }
     CHECK_THROWS_WITH_AS(static_cast<void>(tensors["fourth"]), doctest::Contains("\"fourth\""), configuration_error);
     list.tensors.push_back({"beyond", dtype::u8, {10}, 1, 4'991, 10});
@@ -536,10 +536,10 @@ TEST_CASE("small tensors that are neighbours share chunks, in whatever order the
     const temporary_directory dir;
     constexpr std::uint64_t tensor_bytes = 64 << 10;
     constexpr std::uint64_t count = 150;
-    write_pattern(dir.path / "a", 0, 100 + count * tensor_bytes);
-    write_pattern(dir.path / "b", 1, count * tensor_bytes);
+    write_pattern(dir / "a", 0, 100 + count * tensor_bytes);
+    write_pattern(dir / "b", 1, count * tensor_bytes);
     tensor_list list;
-    list.files = {dir.path / "a", dir.path / "b"};
+    list.files = {dir / "a", dir / "b"};
     for (std::uint64_t i = 0; i < 2 * count; ++i) {
         const std::uint64_t n = i * 7 % (2 * count);
         const auto file = static_cast<std::uint32_t>(n / count);
@@ -551,15 +551,15 @@ TEST_CASE("small tensors that are neighbours share chunks, in whatever order the
     CHECK(tensors.report().chunks == 2 * ceil_div(count * tensor_bytes, 8u << 20));
     CHECK(tensors.report().reads == ceil_div(100 + count * tensor_bytes, 1u << 20) + ceil_div(count * tensor_bytes, 1u << 20));
     for (const tensor_info& t : list.tensors) {
-        CHECK(holds_pattern({tensors[t.name].data, t.bytes}, t.file, t.offset));
+        CHECK(tests::holds({tensors[t.name].data, t.bytes}, t.file, t.offset));
     }
 }
 
 TEST_CASE("tensors are loaded into room that was made for them, again and again") {
     const temporary_directory dir;
-    write_pattern(dir.path / "a", 0, 5'000);
+    write_pattern(dir / "a", 0, 5'000);
     tensor_list list;
-    list.files = {dir.path / "a"};
+    list.files = {dir / "a"};
     list.tensors = {{"x", dtype::u8, {1'000}, 0, 3'000, 1'000}, {"y", dtype::u8, {300}, 0, 10, 300}, {"z", dtype::u8, {7}, 0, 310, 7}};
     weight_stream<> stream;
     file_source files(list.files);
@@ -570,7 +570,7 @@ TEST_CASE("tensors are loaded into room that was made for them, again and again"
         room = stream.load(list, std::move(room), files);
         CHECK(room["y"].data == data);
         for (const tensor_info& t : list.tensors) {
-            CHECK(holds_pattern({room[t.name].data, t.bytes}, 0, t.offset));
+            CHECK(tests::holds({room[t.name].data, t.bytes}, 0, t.offset));
         }
         CHECK(room.report().bytes == 1'307);
     }
@@ -588,9 +588,9 @@ TEST_CASE("tensors are loaded into room that was made for them, again and again"
 
 TEST_CASE("an error names the tensor whose bytes did not come") {
     const temporary_directory dir;
-    write_pattern(dir.path / "a", 0, 5'000);
+    write_pattern(dir / "a", 0, 5'000);
     tensor_list list;
-    list.files = {dir.path / "a"};
+    list.files = {dir / "a"};
     list.tensors = {{"first", dtype::u8, {1'000}, 0, 100, 1'000}, {"second", dtype::u8, {900}, 0, 1'100, 900}};
     weight_stream<> stream;
     file_source files(list.files);
@@ -602,13 +602,13 @@ TEST_CASE("an error names the tensor whose bytes did not come") {
         [[nodiscard]] std::uint64_t size(std::uint32_t) override { return 5'000; }
         byte_source& from;
     } cut(files);
-    std::filesystem::resize_file(dir.path / "a", 1'500);
+    std::filesystem::resize_file(dir / "a", 1'500);
     CHECK_THROWS_WITH_AS(
         static_cast<void>(stream.load(list, cut, on_host())),
         doctest::Contains("900 bytes were wanted at offset 1100, 400 were got: the file ends there (in tensor \"second\")"), io_error);
-    write_pattern(dir.path / "a", 0, 5'000);
+    write_pattern(dir / "a", 0, 5'000);
     const loaded_tensors again = stream.load(list, cut, on_host());
-    CHECK(holds_pattern({again["second"].data, 900}, 0, 1'100));
+    CHECK(tests::holds({again["second"].data, 900}, 0, 1'100));
 }
 
 namespace {

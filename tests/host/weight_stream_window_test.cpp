@@ -64,7 +64,7 @@ TEST_CASE("of a load that is not on demand, no more chunks than the window are o
                 load.wait();
                 CHECK(load.report().chunks == 21);
                 slow_link::finish(on(device));
-                CHECK(holds_pattern(to, 77, 0));
+                CHECK(tests::holds(to, 77, 0));
                 CHECK(device.most_at_once() == window);
                 stream->stop();
             }
@@ -97,12 +97,12 @@ TEST_CASE("an urgent load of the same device stands behind the window alone, wha
             }
             urgent.wait();
             slow_link::finish(on(urgent_stream));
-            CHECK(holds_pattern(fast, 77, 0));
+            CHECK(tests::holds(fast, 77, 0));
             CHECK(background_stream.enqueued() == 2);
             background_stream.allow(1000);
             background.wait();
             slow_link::finish(on(background_stream));
-            CHECK(holds_pattern(std::span(to).first(size), 77, 0));
+            CHECK(tests::holds(std::span(to).first(size), 77, 0));
             stream->stop();
         }
     }
@@ -120,7 +120,7 @@ TEST_CASE("loads on demand are enqueued without a window") {
     CHECK(device.enqueued() == 10);
     device.allow(1000);
     slow_link::finish(on(device));
-    CHECK(holds_pattern(to, 77, 0));
+    CHECK(tests::holds(to, 77, 0));
     stream->stop();
 }
 
@@ -145,7 +145,7 @@ TEST_CASE("a promoted request passes what waits in the window") {
     device.allow(1000);
     load.wait();
     slow_link::finish(on(device));
-    CHECK(holds_pattern(to, 77, 0));
+    CHECK(tests::holds(to, 77, 0));
     stream->stop();
 }
 
@@ -168,7 +168,7 @@ TEST_CASE("cancelling a load that waits in the window does not wait for the devi
         again.wait();
     }
     slow_link::finish(on(device));
-    CHECK(holds_pattern(to, 77, 0));
+    CHECK(tests::holds(to, 77, 0));
     stream->stop();
 }
 
@@ -195,7 +195,7 @@ TEST_CASE("loads of all levels from several threads arrive whole") {
                     }
                     load.wait();
                     slow_link::finish(on(there));
-                    right += holds_pattern(std::span(to).first(3'700), 77, 0) && holds_pattern(std::span(to).subspan(3'700), 77, 0);
+                    right += tests::holds(std::span(to).first(3'700), 77, 0) && tests::holds(std::span(to).subspan(3'700), 77, 0);
                 }
             });
         }
@@ -249,7 +249,7 @@ TEST_CASE("bytes of a source are copied from where they lie, and read where the 
             ticket load = start(stream, list, source, on(device));
             load.wait();
             slow_link::finish(on(device));
-            CHECK(holds_pattern(to, 77, 500));
+            CHECK(tests::holds(to, 77, 500));
             CHECK(stream->staging_bytes() == 0);
             CHECK(load.report().source == (refused ? "read" : "in place"));
             CHECK(load.report().reads == (refused ? 9u * 3u : 0u));
