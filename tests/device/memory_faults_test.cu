@@ -436,7 +436,7 @@ std::optional<ticket> load_that_outlives_main;
     destination_that_outlives_main.emplace(size);
     source_that_outlives_main.emplace();
     loader_that_outlives_main.emplace();
-    store_that_outlives_main.emplace(model_that_outlives_main->model, budgets{}, on_device(0));
+    store_that_outlives_main.emplace(model_that_outlives_main->model, budgets{automatic, {1_GiB}}, on_device(0));
     store_that_outlives_main->preload_compute();
     transfer t;
     t.bytes = size;
@@ -466,4 +466,12 @@ TEST_CASE("M10 objects that outlive main: exit from a second thread while a GPU 
     CHECK(WIFEXITED(status));
     CHECK(WEXITSTATUS(status) == status_of_the_child);
     CHECK(std::filesystem::file_size(said) == 0);
+}
+
+TEST_CASE("M10 objects that outlive main: a store with full slots, and its host tier") {
+    model_that_outlives_main.emplace();
+    store_that_outlives_main.emplace(model_that_outlives_main->model, budgets{automatic, {1_GiB}}, on_device(0));
+    store_that_outlives_main->preload_host();
+    store_that_outlives_main->preload_compute();
+    CHECK(store_that_outlives_main->report().slots == 16);
 }
