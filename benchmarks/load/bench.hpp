@@ -137,15 +137,18 @@ public:
 
     /// Memory that holds other bytes, and a source.
     void prepare() {
-        done_.reset();
-        room_.reset();
         if (anew_) {
             source_.reset();
         }
         if (!source_) {
             source_ = open_();
         }
-        room_.emplace(list_, where_);
+        if (done_) {
+            room_ = std::move(done_);  // memory that is freed is scrubbed by the driver, which would slow down the load beside it
+            done_.reset();
+        } else if (!room_) {
+            room_.emplace(list_, where_);
+        }
         std::byte* begin = room_->begin()->second.data;
         for (const auto& [name, tensor] : *room_) {
             begin = std::min(begin, tensor.data);

@@ -8,6 +8,52 @@ namespace penstock::inline v0_1::detail {
 template <class Scheduler>
 class load_book : public load_engine {
 protected:
+    /// Brings the `wanted` chunks that need no reader, in the order that a scheduler of this kind gives them: `copy(numbers)` enqueues up to
+    /// `together` of them and returns calls of the source.
+    template <class Copy>
+    void bring_here(load_state& load, std::uint64_t wanted, std::size_t together, Copy&& copy) {
+        try {
+            typename Scheduler::queue order;
+            for (const planned_request& q : load.requests) {
+                order.push(q.what);
+            }
+            std::vector<bool> taken(load.chunks.size());
+            std::vector<std::uint32_t> next_ones;
+            while (wanted > 0) {
+                const std::optional<chunk> next = order.next();
+                if (!next) {
+                    throw configuration_error(load_queue<Scheduler>::no_next_chunk);
+                }
+                const planned_request& q = load.requests[load.number_of.at(next->request)];
+                const std::uint32_t number = q.first_chunk + next->index;
+                if (next->index >= q.what.chunks || taken[number] || load.routes[number] != route::by_caller) {
+                    continue;
+                }
+                taken[number] = true;
+                next_ones.push_back(number);
+                if (--wanted > 0 && next_ones.size() < together) {
+                    continue;
+                }
+                if (load.stop.stop_requested()) {
+                    throw cancelled("penstock: the load was cancelled");
+                }
+                {
+                    const std::lock_guard lock(mutex);
+                    if (load.error) {
+                        return;
+                    }
+                }
+                std::uint64_t reads = copy(std::span<const std::uint32_t>(next_ones));
+                for (const std::uint32_t n : next_ones) {
+                    arrive(load, load.chunks[n], std::exchange(reads, 0), nullptr);
+                }
+                next_ones.clear();
+            }
+        } catch (...) {
+            fail(load, std::current_exception());
+        }
+    }
+
     /// Counts a chunk that has arrived, or ends the load with the error that kept it from arriving.
     void arrive(load_state& load, const planned_chunk& c, std::uint64_t reads, std::exception_ptr error) {
         const bool failed = error != nullptr;

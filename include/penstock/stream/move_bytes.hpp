@@ -113,4 +113,27 @@ void copy_as_it_lies(const load_state& load, const planned_chunk& c, std::uint64
     }
 }
 
+/// The same for several chunks, in one call where that works. @return calls of the source
+template <class Link>
+std::uint64_t copy_together(const load_state& load, std::span<const std::uint32_t> chunks, std::uint64_t aside_bytes) {
+    std::vector<copy_range> ranges;
+    for (const std::uint32_t number : chunks) {
+        for (const planned_piece& p : load.pieces_of(load.chunks[number])) {
+            ranges.push_back({p.destination, p.memory, p.bytes});
+        }
+    }
+    std::uint64_t reads = 0;
+    try {
+        copy_all<Link>(load.where, ranges);
+    } catch (const cuda_error& refusal) {
+        if (loses_device(refusal.code())) {
+            throw;
+        }
+        for (const std::uint32_t number : chunks) {
+            copy_as_it_lies<Link>(load, load.chunks[number], aside_bytes, reads);
+        }
+    }
+    return reads;
+}
+
 }  // namespace penstock::inline v0_1::detail

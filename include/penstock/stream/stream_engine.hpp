@@ -49,6 +49,7 @@ public:
     ~stream_engine() override { stop(); }
 
     static constexpr std::chrono::microseconds between_looks{50};  ///< at copies of several streams, for one that is over
+    static constexpr std::size_t chunks_a_call = 4;                ///< copies of pinned memory that are enqueued together
     static constexpr std::uint64_t default_part_bytes = std::uint64_t{1} << 20;
 
     /// Ends all loads and joins the readers.
@@ -119,7 +120,12 @@ public:
         }
         enqueue(load);
         if (here > 0) {
-            copy_here(*load, here);
+            this->bring_here(*load, here, copies_run_on ? chunks_a_call : 1, [&](std::span<const std::uint32_t> chunks) {
+                const typename Link::guard on(load->where.device);
+                const std::uint64_t reads = copy_together<Link>(*load, chunks, slot_bytes_);
+                finish_if_synchronous(load->where);
+                return reads;
+            });
         }
         if (load->chunks.empty()) {
             call_back(*load, true);
@@ -497,47 +503,6 @@ private:
                 return;
             }
             settle(*failed, std::make_exception_ptr(cancelled("penstock: the load has failed")));  // behind the first error
-        }
-    }
-
-    /// Enqueues the `wanted` chunks that need no reader, in the order that a scheduler of this kind gives them.
-    void copy_here(load_state& load, std::uint64_t wanted) {
-        try {
-            const typename Link::guard on(load.where.device);
-            typename Scheduler::queue order;
-            for (const planned_request& q : load.requests) {
-                order.push(q.what);
-            }
-            std::vector<bool> done(load.chunks.size());
-            while (wanted > 0) {
-                const std::optional<chunk> next = order.next();
-                if (!next) {
-                    throw configuration_error(load_queue<Scheduler>::no_next_chunk);
-                }
-                const planned_request& q = load.requests[load.number_of.at(next->request)];
-                const std::uint32_t number = q.first_chunk + next->index;
-                if (next->index >= q.what.chunks || done[number] || load.routes[number] != route::by_caller) {
-                    continue;
-                }
-                if (load.stop.stop_requested()) {
-                    throw cancelled("penstock: the load was cancelled");
-                }
-                {
-                    const std::lock_guard lock(mutex);
-                    if (load.error) {
-                        return;
-                    }
-                }
-                const planned_chunk& c = load.chunks[number];
-                std::uint64_t reads = 0;
-                detail::copy_as_it_lies<Link>(load, c, slot_bytes_, reads);
-                finish_if_synchronous(load.where);
-                done[number] = true;
-                --wanted;
-                arrive(load, c, reads, nullptr);
-            }
-        } catch (...) {
-            fail(load, std::current_exception());
         }
     }
 
