@@ -18,9 +18,6 @@ inline void cold_rows(bench& b) {
     ps::weight_stream<> loader;
     loader.reserve(0);
     tensor_load load(loader, list, b.device, chosen(list), true);
-    ps::weight_stream<> four_readers({.readers = 4});
-    four_readers.reserve(0);
-    tensor_load with_four(four_readers, list, b.device, chosen(list), true);
 
     std::vector<loop_setting> settings;
     for (const std::uint64_t piece : {1_MiB, 4_MiB}) {
@@ -51,16 +48,17 @@ inline void cold_rows(bench& b) {
     }
 
     const auto loop = loop_of(best, size);
-    std::vector<candidate> rows{b.link().row(),
-                                {"cold file, direct loop " + best.text(), loop->bytes(), [&] { loop->run(); }, drop},
-                                load.row("cold file, defaults"),
-                                with_four.row("cold file, 4 readers")};
-    for (const std::size_t i : {2u, 3u}) {
-        rows[i].prepare = [&, prepare = rows[i].prepare] {
-            drop();
-            prepare();  // opens the file, so that it finds what there is now
-        };
-    }
+    const loop_setting same_depth{static_cast<unsigned>(loader.readers()), 1_MiB};
+    const auto as_deep = loop_of(same_depth, size);
+    std::vector<candidate> rows{
+        b.link().row(),
+        {"cold file, direct loop " + best.text(), loop->bytes(), [&] { loop->run(); }, drop},
+        load.row("cold file, defaults"),
+        {"cold file, direct loop at the readers' depth, " + same_depth.text(), as_deep->bytes(), [&] { as_deep->run(); }, drop}};
+    rows[2].prepare = [&, prepare = rows[2].prepare] {
+        drop();
+        prepare();  // opens the file, so that it finds what there is now
+    };
     drop();
     const double one_round = rows[1].time() + rows[2].time();
     const int rounds = one_round < 3 ? b.how.rounds : std::min(b.how.rounds, std::max(5, static_cast<int>(45 / one_round)));
@@ -73,7 +71,7 @@ inline void cold_rows(bench& b) {
     std::vector<requirement> must{at_least(rows[2], 0.95, rows[1], "of the direct loop")};
     must.push_back({"direct reads chosen", load.source().find("direct reads") != std::string::npos ? 1.0 : 0.0, 1, 0});
     b.out.rate(rows[2], rows[0], must, load.source());
-    b.out.rate(rows[3], rows[0], {}, with_four.source());
+    b.out.rate(rows[3], rows[0]);
     b.out.figure("of the file in the page cache before, at most", most_cached * 100, "%", {{"%", most_cached * 100, 1, 0, true}});
     b.out.verified("direct loop", wrong_of(*loop, path, to.data()), ranges_looked_at);
     drop();

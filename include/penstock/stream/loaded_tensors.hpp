@@ -68,68 +68,75 @@ private:
     /// Places the tensors, in the order in which they lie in the files, and allocates their memory.
     void make_room(const tensor_list& list) {
         offsets_.resize(list.tensors.size());
-        for (const std::uint32_t i : in_file_order(list)) {
+        for_each_in_file_order(list, [&](std::size_t i) {
             offsets_[i] = bytes_;
             bytes_ += round_up(list.tensors[i].bytes, placement_alignment);
-        }
+        });
         base_ = allocate();
     }
 
-    static std::vector<std::uint32_t> in_file_order(const tensor_list& list) {
-        std::vector<std::uint32_t> order(list.tensors.size());
-        std::iota(order.begin(), order.end(), 0u);
-        const auto before = [&](std::uint32_t a, std::uint32_t b) {
-            const tensor_info& x = list.tensors[a];
-            const tensor_info& y = list.tensors[b];
-            return x.file != y.file ? x.file < y.file : x.offset < y.offset;
+    /// Calls `work(i)` for each tensor's number in the list; lists of 100,000 are in order as a rule.
+    template <class Work>
+    static void for_each_in_file_order(const tensor_list& list, Work&& work) {
+        const auto before = [](const tensor_info& a, const tensor_info& b) {
+            return a.file != b.file ? a.file < b.file : a.offset < b.offset;
         };
-        if (!std::is_sorted(order.begin(), order.end(), before)) {
-            std::stable_sort(order.begin(), order.end(), before);
+        if (std::is_sorted(list.tensors.begin(), list.tensors.end(), before)) {
+            for (std::size_t i = 0; i < list.tensors.size(); ++i) {
+                work(i);
+            }
+            return;
         }
-        return order;
+        std::vector<std::size_t> order(list.tensors.size());
+        std::iota(order.begin(), order.end(), std::size_t{0});
+        std::stable_sort(order.begin(), order.end(),
+                         [&](std::size_t a, std::size_t b) { return before(list.tensors[a], list.tensors[b]); });
+        for (const std::size_t i : order) {
+            work(i);
+        }
     }
 
-    /// What brings the tensors of the list, for which the room was made. Gaps between them are the room's own.
+    /// What brings the tensors of the list, neighbours already made one. Gaps between them are the room's own.
+    /// @throws configuration_error where the room was made for other sizes
     [[nodiscard]] std::vector<transfer> transfers(const tensor_list& list) const {
         std::vector<transfer> all;
-        all.reserve(list.tensors.size());
-        for (const std::uint32_t i : in_file_order(list)) {
-            const tensor_info& t = list.tensors[i];
-            transfer one;
-            one.file = t.file;
-            one.offset = t.offset;
-            one.bytes = t.bytes;
-            one.destination = base_ + offsets_[i];
-            one.padding = round_up(t.bytes, placement_alignment) - t.bytes;
-            all.push_back(one);
-        }
-        return all;
-    }
-
-    /// That the list's tensors fit where the transfers will bring them.
-    void check_sizes_of(const tensor_list& list) const {
         std::uint64_t at = 0;
         bool same = list.tensors.size() == offsets_.size();
-        for (const std::uint32_t i : same ? in_file_order(list) : std::vector<std::uint32_t>()) {
+        const auto add = [&](std::size_t i) {
+            const tensor_info& t = list.tensors[i];
             same = same && offsets_[i] == at;
-            at += round_up(list.tensors[i].bytes, placement_alignment);
+            at += round_up(t.bytes, placement_alignment);
+            std::byte* const to = base_ + offsets_[i];
+            if (transfer* last = all.empty() ? nullptr : &all.back(); last != nullptr && last->file == t.file &&
+                                                                      last->offset + last->bytes == t.offset &&
+                                                                      last->destination + last->bytes == to) {
+                last->bytes += t.bytes;
+            } else {
+                transfer& one = all.emplace_back();
+                one.file = t.file;
+                one.offset = t.offset;
+                one.bytes = t.bytes;
+                one.destination = to;
+            }
+            all.back().padding = round_up(t.bytes, placement_alignment) - t.bytes;
+        };
+        if (same) {
+            for_each_in_file_order(list, add);
         }
         if (!same || at != bytes_) {
             refuse(list);
         }
+        return all;
     }
 
     /// That the views are the list's.
     void check_names_of(const tensor_list& list) const {
-        bool same = list.tensors.size() == views_.size();
-        for (std::size_t i = 0; same && i < offsets_.size(); ++i) {
+        for (std::size_t i = 0; i < list.tensors.size(); ++i) {
             const tensor_info& t = list.tensors[i];
-            const auto found = views_.find(t.name);
-            same = found != views_.end() && found->second.data == base_ + offsets_[i] && found->second.bytes == t.bytes &&
-                   found->second.type == t.type && found->second.shape == t.shape;
-        }
-        if (!same) {
-            refuse(list);
+            const auto& [name, view] = *nodes_[i];
+            if (name != t.name || view.bytes != t.bytes || view.type != t.type || view.shape != t.shape) {
+                refuse(list);
+            }
         }
     }
 
@@ -139,11 +146,14 @@ private:
     }
 
     void make_views(const tensor_list& list) {
+        nodes_.reserve(list.tensors.size());
         for (std::size_t i = 0; i < list.tensors.size(); ++i) {
             const tensor_info& t = list.tensors[i];
-            if (!views_.emplace(t.name, tensor_view{t.type, t.shape, base_ + offsets_[i], t.bytes}).second) {
+            const auto [node, is_new] = views_.emplace(t.name, tensor_view{t.type, t.shape, base_ + offsets_[i], t.bytes});
+            if (!is_new) {
                 throw configuration_error("penstock: tensor \"" + t.name + "\" is twice in the list to be loaded");
             }
+            nodes_.push_back(&*node);
         }
     }
 
@@ -161,7 +171,9 @@ private:
     std::uint64_t bytes_ = 0;
     detail::host_region<detail::cuda_pinning> host_;
     buffer<std::byte, memory::device> device_;
-    std::map<std::string, tensor_view, std::less<>> views_;
+    using view_map = std::map<std::string, tensor_view, std::less<>>;
+    view_map views_;
+    std::vector<const view_map::value_type*> nodes_;  ///< of views_, by position in the list
     std::byte* base_ = nullptr;
     std::vector<std::uint64_t> offsets_;  ///< in the buffer, by position in the list
     stream_report report_;

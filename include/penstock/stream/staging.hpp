@@ -102,16 +102,17 @@ public:
 
     [[nodiscard]] bool available() const noexcept { return !free_.empty(); }
 
-    /// A slot whose copy is over, or, where all copies are of one stream, the one that was returned longest ago. Nothing where copies of
-    /// several streams run, of which any may be the next to end: who waits for one of a stream that is held up would wait in vain.
+    /// The slot that was returned longest ago, whose copy is the likeliest to be over. Where copies of several streams run, one whose copy
+    /// is over, or nothing: any may be the next to end, and who waits for one of a stream that is held up would wait in vain.
     /// @pre available()
     [[nodiscard]] slot* take() {
-        auto at = std::find_if(free_.begin(), free_.end(), [](const slot* s) { return s->copied.over(); });
-        if (at == free_.end()) {
-            if (std::any_of(free_.begin(), free_.end(), [&](const slot* s) { return s->stream != free_.front()->stream; })) {
+        auto at = free_.begin();
+        const auto elsewhere = [&](const slot* s) { return s->stream != free_.front()->stream; };
+        if (std::any_of(free_.begin(), free_.end(), elsewhere)) {
+            at = std::find_if(free_.begin(), free_.end(), [](const slot* s) { return s->copied.over(); });
+            if (at == free_.end()) {
                 return nullptr;
             }
-            at = free_.begin();
         }
         slot* next = *at;
         free_.erase(at);

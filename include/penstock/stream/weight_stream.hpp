@@ -134,10 +134,10 @@ public:
     /// The same from a source of the caller's, which has the list's files by the same numbers.
     [[nodiscard]] loaded_tensors load(const tensor_list& list, byte_source& files, place where, progress_callback callback = {},
                                       std::stop_token stop = {}) {
-        check_sizes(list, files);
         if (!where.on_host()) {
             require_device(where.device, "weight_stream");
         }
+        check_sizes(list, files);
         loaded_tensors tensors;
         tensors.where_ = where;
         tensors.make_room(list);
@@ -149,18 +149,22 @@ public:
     [[nodiscard]] loaded_tensors load(const tensor_list& list, loaded_tensors room, byte_source& files, progress_callback callback = {},
                                       std::stop_token stop = {}) {
         check_sizes(list, files);
-        room.check_sizes_of(list);
         return filled(list, std::move(room), files, std::move(callback), std::move(stop), false);
     }
 
 private:
+    /// The files' sizes, held against the list before anything is taken or moved.
     static void check_sizes(const tensor_list& list, byte_source& files) {
         std::vector<std::uint64_t> sizes(list.files.size(), not_asked);
+        std::uint32_t file = ~std::uint32_t{0};
+        std::uint64_t size = 0;
         for (const tensor_info& t : list.tensors) {
-            const bool known = t.file < sizes.size() && sizes[t.file] != not_asked;
-            const std::uint64_t size = known ? sizes[t.file] : files.size(t.file);
-            if (t.file < sizes.size()) {
-                sizes[t.file] = size;
+            if (t.file != file) {
+                file = t.file;
+                size = file < sizes.size() && sizes[file] != not_asked ? sizes[file] : files.size(file);
+                if (file < sizes.size()) {
+                    sizes[file] = size;
+                }
             }
             if (t.bytes > size || t.offset > size - t.bytes) {
                 throw io_error(files.name(t.file) + ": tensor \"" + t.name + "\" ends at byte " + std::to_string(t.offset + t.bytes) +
