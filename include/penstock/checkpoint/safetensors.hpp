@@ -1,14 +1,15 @@
 #pragma once
 
+#include <penstock/buffer/host_cores.hpp>
 #include <penstock/checkpoint/safetensors_writer.hpp>
 #include <penstock/checkpoint/text.hpp>
+#include <penstock/checkpoint/work_in_order.hpp>
 #include <penstock/model/tensor.hpp>
 
 #include <algorithm>
 #include <cstring>
 #include <limits>
 #include <map>
-#include <numeric>
 #include <optional>
 #include <vector>
 
@@ -86,6 +87,7 @@ public:
     bool start_array(std::size_t) override {
         if (place_ == place::tensor && key_ == "shape") {
             once(has_shape_);
+            extents_.clear();
             place_ = place::shape;
             return true;
         }
@@ -100,7 +102,7 @@ public:
 
     bool key(string_t& name) override {
         if (place_ != place::skipped) {
-            key_ = std::move(name);
+            key_ = name;  // a copy: the parser goes on with the memory of `name`, and would have to get some anew each time
         }
         return true;
     }
@@ -126,7 +128,7 @@ public:
 
     bool number_unsigned(number_unsigned_t value) override {
         if (place_ == place::shape) {
-            tensor().shape.push_back(value);
+            extents_.push_back(value);
             return true;
         }
         if (place_ == place::offsets && offsets_ < 2) {
@@ -160,6 +162,9 @@ public:
         }
         if (place_ == place::offsets && offsets_ != 2) {
             fail("tensor " + in_quotes(tensor().name) + " has " + std::to_string(offsets_) + " data_offsets, 2 are wanted");
+        }
+        if (place_ == place::shape) {
+            tensor().shape = extents_;  // as much memory as it takes
         }
         place_ = place::tensor;
         return true;
@@ -221,6 +226,7 @@ private:
     safetensors_file& file_;
     place place_ = place::start;
     std::string key_;
+    std::vector<std::uint64_t> extents_;
     std::size_t depth_ = 0;
     int offsets_ = 0;
     bool has_dtype_ = false, has_shape_ = false, has_offsets_ = false, metadata_seen_ = false;
@@ -289,17 +295,21 @@ inline void place_tensors(safetensors_file& file, std::uint64_t data_start) {
     const std::string path = file.path.string();
     const std::uint64_t data = file.bytes - data_start;
     std::vector<tensor_info>& tensors = file.tensors;
-    std::vector<std::size_t> by_name(tensors.size());
-    std::iota(by_name.begin(), by_name.end(), std::size_t{0});
-    std::sort(by_name.begin(), by_name.end(), [&](std::size_t a, std::size_t b) { return tensors[a].name < tensors[b].name; });
-    for (std::size_t i = 1; i < by_name.size(); ++i) {
-        if (tensors[by_name[i]].name == tensors[by_name[i - 1]].name) {
-            throw format_error(path + ": tensor " + in_quotes(tensors[by_name[i]].name) + " occurs twice in the header");
-        }
+    std::vector<std::string_view> names;
+    names.reserve(tensors.size());
+    for (const tensor_info& t : tensors) {
+        names.push_back(t.name);
     }
-    std::stable_sort(tensors.begin(), tensors.end(), [](const tensor_info& a, const tensor_info& b) {
+    std::sort(names.begin(), names.end());
+    if (const auto twice = std::adjacent_find(names.begin(), names.end()); twice != names.end()) {
+        throw format_error(path + ": tensor " + in_quotes(*twice) + " occurs twice in the header");
+    }
+    const auto in_order = [](const tensor_info& a, const tensor_info& b) {
         return a.offset != b.offset ? a.offset < b.offset : a.bytes < b.bytes;
-    });
+    };
+    if (!std::is_sorted(tensors.begin(), tensors.end(), in_order)) {  // most are
+        std::stable_sort(tensors.begin(), tensors.end(), in_order);
+    }
     std::uint64_t reached = 0;
     const tensor_info* before = nullptr;
     for (tensor_info& t : tensors) {
@@ -311,12 +321,12 @@ inline void place_tensors(safetensors_file& file, std::uint64_t data_start) {
             refuse("ends at byte " + std::to_string(end) + " of the data, before it begins at " + std::to_string(begin));
         }
         const std::optional<std::uint64_t> wanted = tensor_bytes(t.type, t.shape);
-        const std::string kind = std::string(name(t.type)) + " " + shape_text(t.shape);
+        const auto kind = [&t] { return std::string(name(t.type)) + " " + shape_text(t.shape); };
         if (!wanted) {
-            refuse("is " + kind + ": its size does not fit 64 bits or does not end on a byte border");
+            refuse("is " + kind() + ": its size does not fit 64 bits or does not end on a byte border");
         }
         if (*wanted != end - begin) {
-            refuse("is " + kind + ", which takes " + std::to_string(*wanted) + " bytes, but its data_offsets give it " +
+            refuse("is " + kind() + ", which takes " + std::to_string(*wanted) + " bytes, but its data_offsets give it " +
                    std::to_string(end - begin));
         }
         if (begin != reached) {
@@ -353,6 +363,17 @@ inline void place_tensors(safetensors_file& file, std::uint64_t data_start) {
     nlohmann::json::sax_parse(text, &events);
     detail::place_tensors(file, 8 + text.size());
     return file;
+}
+
+/// The headers of several files, in the order of `paths`, as `read_safetensors_header` reads them: by as many threads as there are cores for,
+/// 16 at most, that end before this returns; a few files are read by the calling thread alone.
+/// @throws as read_safetensors_header: the exception of the first file, in the order of `paths`, that has a fault.
+[[nodiscard]] inline std::vector<safetensors_file> read_safetensors_headers(std::span<const std::filesystem::path> paths) {
+    const std::size_t most = std::min<std::size_t>(paths.size() / 2, 16);  // one header is soon read: a thread takes two at least
+    std::vector<safetensors_file> files(paths.size());
+    detail::work_in_order(paths.size(), most > 1 ? std::min<std::size_t>(most, usable_cores()) : 1,
+                          [&](std::size_t i) { files[i] = read_safetensors_header(paths[i]); });
+    return files;
 }
 
 /// Bytes [offset, offset + bytes) of the file of a tensor.

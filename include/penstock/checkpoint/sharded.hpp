@@ -1,7 +1,10 @@
 #pragma once
 
+#include <penstock/checkpoint/name_table.hpp>
 #include <penstock/checkpoint/safetensors.hpp>
 
+#include <algorithm>
+#include <numeric>
 #include <optional>
 #include <unordered_map>
 
@@ -17,15 +20,28 @@ enum class unlisted : std::uint8_t {
 
 namespace detail {
 
+struct text_hash {
+    using is_transparent = void;
+    std::size_t operator()(std::string_view text) const noexcept { return std::hash<std::string_view>{}(text); }
+};
+
 /// Events of model.safetensors.index.json. Only weight_map matters: total_size and the rest are informational and often wrong.
 class index_events final : public strict_events {
 public:
+    /// A line of weight_map: its tensor's name is a part of `names`, its file one of `files`.
     struct entry {
-        std::string tensor, file;
+        std::uint64_t begin = 0;
+        std::uint32_t length = 0;
+        std::uint32_t file = 0;
     };
 
-    explicit index_events(const std::string& path) : strict_events(path) {}
+    /// @param bytes of text: names are not longer together
+    index_events(const std::string& path, std::size_t bytes) : strict_events(path) { names.reserve(bytes); }
 
+    [[nodiscard]] std::string_view tensor(const entry& e) const { return std::string_view(names).substr(e.begin, e.length); }
+
+    std::string names;               ///< one after another: the memory of 100,000 strings takes longer to get than their text to read
+    std::vector<std::string> files;  ///< as they occur first
     std::vector<entry> entries;
     bool has_map = false;
 
@@ -61,14 +77,15 @@ public:
 
     bool key(string_t& name) override {
         if (place_ != place::skipped) {
-            key_ = std::move(name);
+            key_ = name;  // a copy leaves the parser the memory of `name`
         }
         return true;
     }
 
     bool string(string_t& text) override {
         if (place_ == place::map) {
-            entries.push_back({key_, std::move(text)});
+            entries.push_back({names.size(), static_cast<std::uint32_t>(key_.size()), file_number(text)});
+            names += key_;
             return true;
         }
         return strict_events::string(text);
@@ -79,6 +96,15 @@ public:
 
 private:
     enum class place : std::uint8_t { start, top, map, skipped };
+
+    std::uint32_t file_number(const std::string& file) {
+        auto it = numbers_.find(file);
+        if (it == numbers_.end()) {
+            it = numbers_.emplace(file, static_cast<std::uint32_t>(files.size())).first;
+            files.push_back(file);
+        }
+        return it->second;
+    }
 
     bool leave() {
         if (place_ == place::map || (place_ == place::skipped && --depth_ == 0)) {
@@ -100,6 +126,7 @@ private:
         return true;
     }
 
+    std::unordered_map<std::string, std::uint32_t, text_hash, std::equal_to<>> numbers_;
     place place_ = place::start;
     std::string key_;
     std::size_t depth_ = 0;
@@ -140,11 +167,6 @@ private:
     return names;
 }
 
-struct text_hash {
-    using is_transparent = void;
-    std::size_t operator()(std::string_view text) const noexcept { return std::hash<std::string_view>{}(text); }
-};
-
 }  // namespace detail
 
 /// The tensors of a checkpoint and where their bytes lie. A value: it holds no open file.
@@ -174,9 +196,7 @@ public:
     [[nodiscard]] static checkpoint open_files(const std::vector<std::filesystem::path>& files) {
         checkpoint result;
         result.root_ = files.size() == 1 ? files[0] : files.empty() ? std::filesystem::path() : files[0].parent_path();
-        for (const std::filesystem::path& file : files) {
-            result.add(read_safetensors_header(file));
-        }
+        result.take(read_safetensors_headers(files));
         return result;
     }
 
@@ -185,8 +205,8 @@ public:
 
     /// The tensor of that name, or nullptr. Constant time.
     [[nodiscard]] const tensor_info* find(std::string_view name) const {
-        const auto it = by_name_.find(name);
-        return it == by_name_.end() ? nullptr : &list_.tensors[it->second];
+        const std::optional<std::size_t> at = by_name_.find(list_.tensors, name);
+        return at ? &list_.tensors[*at] : nullptr;
     }
 
     /// config.json of the directory, or nothing where there is none or single files were opened. Read and parsed on each call.
@@ -269,78 +289,104 @@ private:
 
     static checkpoint open_index(const std::filesystem::path& index, unlisted rest) {
         const std::string where = index.string();
-        detail::index_events events(where);
-        nlohmann::json::sax_parse(detail::read_text(index), &events);
+        const std::string text = detail::read_text(index);
+        detail::index_events events(where, text.size());
+        nlohmann::json::sax_parse(text, &events);
         if (events.entries.empty()) {
             throw format_error(where + (events.has_map ? ": its weight_map is empty" : ": has no weight_map"));
         }
+        check_shard_names(where, events);
+        std::vector<std::uint32_t> by_name(events.files.size());
+        std::iota(by_name.begin(), by_name.end(), 0u);
+        std::sort(by_name.begin(), by_name.end(), [&](std::uint32_t a, std::uint32_t b) { return events.files[a] < events.files[b]; });
         checkpoint result;
         result.root_ = index;
         result.directory_ = index.parent_path();
-        std::map<std::string, std::uint32_t> shards;
-        for (const auto& [tensor, file] : events.entries) {
-            check_shard_name(where, tensor, file);
-            shards.emplace(file, 0);
+        std::vector<std::filesystem::path> paths;
+        std::vector<std::uint32_t> numbers(by_name.size());  // of a file of `events` among `paths`
+        for (const std::uint32_t file : by_name) {
+            numbers[file] = static_cast<std::uint32_t>(paths.size());
+            paths.push_back(result.directory_ / events.files[file]);
         }
+        try {
+            result.take(read_safetensors_headers(paths));
+        } catch (const error&) {
+            check_that_all_are_there(where, paths);
+            throw;
+        }
+        result.keep_listed(where, events, numbers, rest);
+        return result;
+    }
+
+    /// A shard lies in the directory of its index: its name is a file name and nothing else. (A link may point elsewhere: caches do that.)
+    static void check_shard_names(const std::string& where, const detail::index_events& index) {
+        for (std::uint32_t i = 0; i < index.files.size(); ++i) {
+            const std::string& file = index.files[i];
+            if (file.empty() || file == "." || file == ".." || file.find_first_of(std::string_view("/\\\0", 3)) != std::string::npos) {
+                const auto first = std::find_if(index.entries.begin(), index.entries.end(), [i](const auto& e) { return e.file == i; });
+                throw format_error(where + ": weight_map names the shard " + detail::in_quotes(file) + " for tensor " +
+                                   detail::in_quotes(index.tensor(*first)) + ", a file name without a path is wanted");
+            }
+        }
+    }
+
+    /// @throws io_error listing all that are missing.
+    static void check_that_all_are_there(const std::string& where, const std::vector<std::filesystem::path>& paths) {
         std::string missing;
-        for (const auto& [file, number] : shards) {
+        for (const std::filesystem::path& path : paths) {
             std::error_code problem;
-            if (!std::filesystem::exists(result.directory_ / file, problem)) {
-                missing += (missing.empty() ? "" : ", ") + file;
+            if (!std::filesystem::exists(path, problem)) {
+                missing += (missing.empty() ? "" : ", ") + path.filename().string();
             }
         }
         if (!missing.empty()) {
             throw io_error(where + ": names shards that are not there: " + missing);
         }
-        for (auto& [file, number] : shards) {
-            number = static_cast<std::uint32_t>(result.list_.files.size());
-            result.add(read_safetensors_header(result.directory_ / file));
-        }
-        result.keep_listed(where, events.entries, shards, rest);
-        return result;
     }
 
-    /// A shard lies in the directory of its index: its name is a file name and nothing else. (A link may point elsewhere: caches do that.)
-    static void check_shard_name(const std::string& where, const std::string& tensor, const std::string& file) {
-        if (file.empty() || file == "." || file == ".." || file.find_first_of(std::string_view("/\\\0", 3)) != std::string::npos) {
-            throw format_error(where + ": weight_map names the shard " + detail::in_quotes(file) + " for tensor " +
-                               detail::in_quotes(tensor) + ", a file name without a path is wanted");
+    /// Takes the tensors of these files, one file after the other.
+    void take(std::vector<safetensors_file> files) {
+        std::size_t count = 0;
+        for (const safetensors_file& file : files) {
+            count += file.tensors.size();
         }
-    }
-
-    /// Appends the tensors of one more file.
-    void add(safetensors_file file) {
-        const auto number = static_cast<std::uint32_t>(list_.files.size());
-        list_.files.push_back(std::move(file.path));
-        for (tensor_info& t : file.tensors) {
-            const auto [it, fresh] = by_name_.emplace(t.name, list_.tensors.size());
-            if (!fresh) {
-                throw format_error("tensor " + detail::in_quotes(t.name) + " is in two files: " +
-                                   list_.files[list_.tensors[it->second].file].string() + " and " + list_.files.back().string());
+        list_.files.reserve(files.size());
+        list_.tensors.reserve(count);
+        by_name_ = detail::name_table(count);
+        for (safetensors_file& file : files) {
+            const auto number = static_cast<std::uint32_t>(list_.files.size());
+            list_.files.push_back(std::move(file.path));
+            for (tensor_info& t : file.tensors) {
+                t.file = number;
+                list_.tensors.push_back(std::move(t));
+                if (const std::optional<std::size_t> other = by_name_.add(list_.tensors, list_.tensors.size() - 1)) {
+                    throw format_error("tensor " + detail::in_quotes(list_.tensors.back().name) + " is in two files: " +
+                                       list_.files[list_.tensors[*other].file].string() + " and " + list_.files.back().string());
+                }
             }
-            t.file = number;
-            list_.tensors.push_back(std::move(t));
         }
     }
 
     /// Checks the index against the headers, then leaves out what it does not list.
-    void keep_listed(const std::string& where, const std::vector<detail::index_events::entry>& entries,
-                     const std::map<std::string, std::uint32_t>& shards, unlisted rest) {
+    /// @param numbers what each file of the index is among the files of this checkpoint
+    void keep_listed(const std::string& where, const detail::index_events& index, const std::vector<std::uint32_t>& numbers,
+                     unlisted rest) {
         std::vector<bool> listed(list_.tensors.size(), false);
-        for (const auto& [tensor, file] : entries) {
-            const auto it = by_name_.find(tensor);
-            if (it == by_name_.end() || list_.tensors[it->second].file != shards.at(file)) {
+        for (const detail::index_events::entry& entry : index.entries) {
+            const std::string_view tensor = index.tensor(entry);
+            const std::optional<std::size_t> at = by_name_.find(list_.tensors, tensor);
+            if (!at || list_.tensors[*at].file != numbers[entry.file]) {
                 throw format_error(
-                    where + ": maps tensor " + detail::in_quotes(tensor) + " to " + file + ", whose header does not hold it" +
-                    (it == by_name_.end() ? std::string()
-                                          : ", but that of " + list_.files[list_.tensors[it->second].file].filename().string() + " does"));
+                    where + ": maps tensor " + detail::in_quotes(tensor) + " to " + index.files[entry.file] +
+                    ", whose header does not hold it" +
+                    (!at ? std::string() : ", but that of " + list_.files[list_.tensors[*at].file].filename().string() + " does"));
             }
-            if (listed[it->second]) {
+            if (listed[*at]) {
                 throw format_error(where + ": lists tensor " + detail::in_quotes(tensor) + " twice");
             }
-            listed[it->second] = true;
+            listed[*at] = true;
         }
-        if (entries.size() == list_.tensors.size()) {
+        if (index.entries.size() == list_.tensors.size()) {
             return;
         }
         std::vector<tensor_info> kept;
@@ -350,18 +396,19 @@ private:
                 unlisted_.push_back(t.name);
             }
             if (listed[i] || rest == unlisted::include) {
-                by_name_.find(t.name)->second = kept.size();
                 kept.push_back(std::move(t));
-            } else {
-                by_name_.erase(t.name);
             }
         }
         list_.tensors = std::move(kept);
+        by_name_ = detail::name_table(list_.tensors.size());
+        for (std::size_t i = 0; i < list_.tensors.size(); ++i) {
+            by_name_.add(list_.tensors, i);
+        }
     }
 
     std::filesystem::path root_, directory_;
     tensor_list list_;
-    std::unordered_map<std::string, std::size_t, detail::text_hash, std::equal_to<>> by_name_;
+    detail::name_table by_name_;
     std::vector<std::string> unlisted_;
 };
 
