@@ -347,7 +347,7 @@ TEST_CASE("M16 a GPU that is really full, then emptied") {
         }
     }
     check(cudaMemGetInfo(&after, &total), "cudaMemGetInfo");
-    CHECK(after == before);
+    CHECK(after >= before);  // the driver may have given back some of its own
     CHECK(arrived(list, loader.load(list, on_device(0))));
 }
 

@@ -81,7 +81,7 @@ TEST_CASE("an arena is registered whole when it can be, and rounded up to a page
     CHECK(books.clean());
 }
 
-TEST_CASE("M06 small hard limit on pinned memory: staging makes do with fewer slots, then without pinning") {
+TEST_CASE("M06 small hard limit on pinned memory: staging makes do with fewer slots, smaller ones, then without pinning") {
     ledger books;
     books.in_all = 64 << 20;
     {
@@ -92,12 +92,22 @@ TEST_CASE("M06 small hard limit on pinned memory: staging makes do with fewer sl
         CHECK(books.bytes() == s.bytes());
     }
     CHECK(books.clean());
+    books.in_all = 5 << 20;
+    {
+        detail::staging<memory::pinned, faults::pinning> s;
+        s.allocate(8 << 20, 24, 0, {&books});
+        CHECK(s.slots() == 1);
+        CHECK(s.slot_bytes() == 4 << 20);
+        CHECK(s.how() == "huge pages, registered");
+    }
+    CHECK(books.clean());
     books.in_all = 1 << 20;
     {
         detail::staging<memory::pinned, faults::pinning> s;
         s.allocate(8 << 20, 24, 0, {&books});
         CHECK(s.slots() == 24);
-        CHECK(s.how().find("pageable (cudaHostRegister of 8.0 MiB") != std::string::npos);
+        CHECK(s.slot_bytes() == 8 << 20);
+        CHECK(s.how().find("pageable (cudaHostRegister of 1.0 MiB") != std::string::npos);
     }
     CHECK(books.clean());
 }

@@ -256,7 +256,7 @@ TEST_CASE("a device that is not there is refused by name") {
                          doctest::Contains("no CUDA device"), configuration_error);
     stream.reserve();
     CHECK(stream.staging_bytes() == 0);
-    CHECK(stream.staging_bytes_needed() == 12u * ((8u << 20) + 4096u));
+    CHECK(stream.staging_bytes_needed() == 4u * ((16u << 20) + 4096u));
 }
 
 TEST_CASE("a transfer without a destination is refused") {
@@ -548,7 +548,7 @@ TEST_CASE("small tensors that are neighbours share chunks, in whatever order the
     }
     weight_stream<> stream;
     const loaded_tensors tensors = stream.load(list, on_host());
-    CHECK(tensors.report().chunks == 2 * ceil_div(count * tensor_bytes, 8u << 20));
+    CHECK(tensors.report().chunks == 2 * ceil_div(count * tensor_bytes, 16u << 20));
     CHECK(tensors.report().reads == ceil_div(100 + count * tensor_bytes, 1u << 20) + ceil_div(count * tensor_bytes, 1u << 20));
     for (const tensor_info& t : list.tensors) {
         CHECK(tests::holds({tensors[t.name].data, t.bytes}, t.file, t.offset));

@@ -268,7 +268,7 @@ struct expert_store_for {
     using type =
         basic_expert_store<pick_policy<axis::memory, memory::pinned, Ps...>,
                            pick_policy<axis::chunking, chunking::fixed<bytes{8u << 20}>, Ps...>,
-                           pick_policy<axis::prefetch, prefetch::budget<bytes{96u << 20}>, Ps...>,
+                           pick_policy<axis::prefetch, prefetch::budget<bytes{64u << 20}>, Ps...>,
                            pick_policy<axis::scheduling, scheduler::priority<3>, Ps...>, pick_policy<axis::eviction, eviction::lru, Ps...>>;
 };
 

@@ -24,9 +24,8 @@ struct staging_slot {
     cudaStream_t stream = nullptr;  ///< of that copy
 };
 
-/// The host memory through which bytes reach a device: equal slots, taken by one reader at a time, the longest returned first, so that its
-/// copy is the likeliest to be over. Pinned slots come from an arena. If not all can be had, it makes do with fewer, down to one; if none
-/// can be pinned, with pageable ones. Does not lock: its owner does. The destructor waits for the copies.
+/// The host memory through which bytes reach a device: equal slots, each filled with one chunk, or a part of one, at a time. Pinned slots come from an arena. If not all can be had, it makes do with fewer, then with smaller ones;
+/// if none can be pinned, with pageable ones. Does not lock: its owner does. The destructor waits for the copies.
 /// @tparam Marker an event or a test's stand-in: record(), over(), synchronize(), synchronize_quietly()
 template <class Memory, class Pinning = cuda_pinning, class Marker = event>
 class staging {
@@ -62,22 +61,21 @@ public:
         slots = static_cast<std::uint32_t>(std::clamp<std::uint64_t>(memory_left / 2 / slot_stride(slot_bytes), 1, slots));
         if constexpr (in_arena) {
             std::uint32_t count = slots;
-            arena_.emplace(bytes_needed(slot_bytes, count), arena_options{.device = device}, pinning);
-            while (!arena_->pinned() && count > 1) {
-                count /= 2;
+            std::size_t size = slot_bytes;
+            arena_.emplace(bytes_needed(size, count), arena_options{.device = device}, pinning);
+            while (!arena_->pinned() && (count > 1 || size > least_slot_bytes)) {
+                count > 1 ? count /= 2 : size = larger(least_slot_bytes, size / 2);
                 arena_.reset();
-                arena_.emplace(bytes_needed(slot_bytes, count), arena_options{.device = device}, pinning);
+                arena_.emplace(bytes_needed(size, count), arena_options{.device = device}, pinning);
             }
-            if (!arena_->pinned() && count < slots) {
+            how_ = arena_->how();
+            if (!arena_->pinned() && bytes_needed(size, count) < bytes_needed(slot_bytes, slots)) {
                 count = slots;
-                const std::string refusal = arena_->how();
+                size = slot_bytes;
                 arena_.reset();
-                arena_.emplace(bytes_needed(slot_bytes, count), arena_options{}, pinning);
-                how_ = refusal;
-            } else {
-                how_ = arena_->how();
+                arena_.emplace(bytes_needed(size, count), arena_options{}, pinning);
             }
-            cut(arena_->data(), slot_bytes, count);
+            cut(arena_->data(), size, count);
         } else {
             for (std::uint32_t count = slots;; count /= 2) {
                 try {
@@ -102,9 +100,9 @@ public:
 
     [[nodiscard]] bool available() const noexcept { return !free_.empty(); }
 
-    /// The slot that was returned longest ago, whose copy is the likeliest to be over. Where copies of several streams run, one whose copy
-    /// is over, or nothing: any may be the next to end, and who waits for one of a stream that is held up would wait in vain.
-    /// @pre available()
+    /// Where the readers are the slower ones, the slot whose copy was over last: the cache still has it. Where the link is, the one that was
+    /// returned longest ago; its copy may still run. Where copies of several streams run, one whose copy is over, or nothing: any may be
+    /// the next to end, and who waits for one of a stream that is held up would wait in vain. @pre available()
     [[nodiscard]] slot* take() {
         auto at = free_.begin();
         const auto elsewhere = [&](const slot* s) { return s->stream != free_.front()->stream; };
@@ -113,6 +111,8 @@ public:
             if (at == free_.end()) {
                 return nullptr;
             }
+        } else if (free_.front()->copied.over()) {
+            at = std::prev(std::find_if(free_.rbegin(), free_.rend(), [](const slot* s) { return s->copied.over(); }).base());
         }
         slot* next = *at;
         free_.erase(at);
@@ -126,6 +126,9 @@ public:
     void give_back_unused(slot* fresh) { free_.push_front(fresh); }
 
 private:
+    /// Chunks that are larger than a slot go through it slot by slot: pinned slots of this size are better than large ones that are not.
+    static constexpr std::size_t least_slot_bytes = std::size_t{1} << 20;
+
     static constexpr bool in_arena = std::is_same_v<Memory, memory::pinned>;
 
     void cut(std::byte* data, std::size_t slot_bytes, std::uint32_t count) {

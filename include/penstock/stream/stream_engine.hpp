@@ -282,7 +282,7 @@ private:
             work_.notify_all();
             return;
         }
-        const std::uint64_t end = slot == nullptr ? c->span() : smaller<std::uint64_t>(c->span(), c->opened + slot_bytes_);
+        const std::uint64_t end = slot == nullptr ? c->span() : smaller<std::uint64_t>(c->span(), c->opened + staging_->slot_bytes());
         const auto f = std::make_shared<filling_type>(c, slot, end);
         if (end < c->span()) {
             unopened_.push_back(c);
