@@ -1,6 +1,7 @@
 #pragma once
 
 #include <penstock/stream/file_reads.hpp>
+#include <penstock/stream/read_gate.hpp>
 
 #include <filesystem>
 #include <mutex>
@@ -15,8 +16,9 @@ enum class file_access : std::uint8_t { buffered, direct, as_found };
 /// What becomes of the pages that reading brings into the page cache: left to the system, or dropped again.
 enum class page_cache : std::uint8_t { keep, drop };
 
-/// Files read by pread. A file is opened when it is first read and stays open as long as the source lives. Where a file system does not
-/// serve direct I/O, at open or at a read, that file is read through the page cache, and condition() says so.
+/// Files read by pread: through the page cache by as many readers at a time as call, directly by as many as the disk gains from. A file is
+/// opened when it is first read and stays open as long as the source lives. Where a file system does not serve direct I/O, at open or at a
+/// read, that file is read through the page cache, and condition() says so.
 class file_source final : public byte_source {
 public:
     explicit file_source(std::vector<std::filesystem::path> paths, file_access access = file_access::buffered,
@@ -44,7 +46,7 @@ public:
         const auto called = [&] { return name(file); };
         if (direct) {
             try {
-                detail::read_direct(::pread, descriptor, offset, into, called);
+                gate_.pass(into.size(), [&, d = descriptor] { detail::read_direct(::pread, d, offset, into, called); });
                 return;
             } catch (const detail::direct_refused& refusal) {
                 step_down(file, refusal.why);
@@ -66,7 +68,11 @@ public:
         const auto called = [&] { return name(file); };
         if (direct) {
             try {
-                detail::read_scattered_direct(::pread, descriptor, pieces, called);
+                std::uint64_t bytes = 0;
+                for (const read_piece& p : pieces) {
+                    bytes += p.into.size();
+                }
+                gate_.pass(bytes, [&, d = descriptor] { detail::read_scattered_direct(::pread, d, pieces, called); });
                 return;
             } catch (const detail::direct_refused& refusal) {
                 step_down(file, refusal.why);
@@ -159,6 +165,7 @@ private:
 
     file_access access_;
     page_cache cache_;
+    detail::read_gate gate_;  ///< of direct reads
     mutable std::mutex mutex_;
     std::vector<entry> files_;
 };

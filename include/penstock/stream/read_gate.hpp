@@ -1,0 +1,122 @@
+#pragma once
+
+#include <penstock/units.hpp>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+namespace penstock::inline v0_1::detail {
+
+/// How many direct reads a disk is given at a time. Some are the faster the more they have to do, others lose when requests come out of
+/// order: so two are tried first, then twice as many as long as that brings a tenth more, and the best number is kept. Every now and then
+/// it is tried again with more and with fewer, since others use the disk, too.
+class read_depth {
+public:
+    using clock = std::chrono::steady_clock;
+
+    static constexpr std::uint64_t window_bytes = std::uint64_t{48} << 20;  ///< after which the rate at a depth is known
+    static constexpr int windows_until_another_look = 40;
+    static constexpr double worth_it = 1.1;
+
+    /// Reads at a time, at present.
+    [[nodiscard]] std::uint32_t limit() const noexcept { return std::uint32_t{1} << level_; }
+
+    /// Counts bytes that have come by `now`. @param wanted whether as many reads were under way as the limit allows: else the rate says
+    /// nothing about the disk
+    void count(std::uint64_t bytes, bool wanted, clock::time_point now) {
+        if (!wanted || done_ == 0) {
+            done_ = 0;
+            begin_ = now;
+        }
+        done_ += bytes;
+        if (done_ < window_bytes + bytes || now <= begin_) {
+            return;
+        }
+        const double rate = static_cast<double>(done_ - bytes) / std::chrono::duration<double>(now - begin_).count();
+        done_ = 0;
+        rates_.resize(larger<std::size_t>(rates_.size(), level_ + 1), 0);
+        rates_[level_] = rate;
+        choose();
+    }
+
+private:
+    void choose() {
+        if (level_ > best_ && rates_[level_] > worth_it * rates_[best_]) {
+            best_ = level_++;  // and on
+        } else if (level_ < best_ && rates_[level_] * worth_it > rates_[best_]) {
+            best_ = level_;  // as good with less
+        } else if (level_ != best_) {
+            level_ = best_;
+        } else if (rates_.size() == best_ + 1) {
+            ++level_;  // nothing is known of more
+        } else if (++settled_ == windows_until_another_look) {
+            settled_ = 0;
+            fewer_next_ = !fewer_next_;
+            fewer_next_&& level_ > least ? --level_ : ++level_;
+        }
+        level_ = smaller(level_, most);
+    }
+
+    static constexpr std::uint32_t least = 1;  // two reads: with one, the disk waits for the reader
+    static constexpr std::uint32_t most = 10;
+
+    std::uint32_t level_ = least;
+    std::uint32_t best_ = least;
+    std::vector<double> rates_;  ///< the last seen at each level, bytes/s
+    int settled_ = 0;            ///< windows at the best level since another one was looked at
+    bool fewer_next_ = false;
+    std::uint64_t done_ = 0;
+    clock::time_point begin_{};
+};
+
+/// Lets as many readers through at a time as read_depth says. Any number of threads.
+class read_gate {
+public:
+    /// Calls `read()`, which brings `bytes`, when it may.
+    template <class Read>
+    void pass(std::uint64_t bytes, Read&& read) {
+        {
+            std::unique_lock lock(mutex_);
+            ++waiting_;
+            room_.wait(lock, [&] { return under_way_ < depth_.limit(); });
+            --waiting_;
+            ++under_way_;
+        }
+        struct out {
+            read_gate& gate;
+            std::uint64_t bytes;
+            ~out() { gate.leave(bytes); }
+        } const leaves{*this, bytes};
+        read();
+    }
+
+    [[nodiscard]] std::uint32_t limit() const {
+        const std::lock_guard lock(mutex_);
+        return depth_.limit();
+    }
+
+private:
+    void leave(std::uint64_t bytes) noexcept {
+        {
+            const std::lock_guard lock(mutex_);
+            try {
+                depth_.count(bytes, under_way_ >= depth_.limit() || waiting_ > 0, read_depth::clock::now());
+            } catch (...) {  // no memory to remember a rate in: the depth stays
+            }
+            --under_way_;
+        }
+        room_.notify_all();
+    }
+
+    mutable std::mutex mutex_;
+    std::condition_variable room_;
+    read_depth depth_;
+    std::uint32_t under_way_ = 0;
+    std::uint32_t waiting_ = 0;
+};
+
+}  // namespace penstock::inline v0_1::detail

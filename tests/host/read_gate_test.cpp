@@ -1,0 +1,89 @@
+#include <penstock/stream/read_gate.hpp>
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <stdexcept>
+#include <thread>
+
+namespace {
+
+using namespace penstock;
+using detail::read_depth;
+
+/// A disk that gives `rate(depth)` bytes/s. Runs `windows` windows at whatever depth is chosen, and says which was used how often.
+template <class Rate>
+std::vector<int> run(read_depth& depth, int windows, Rate&& rate) {
+    constexpr std::uint64_t piece = 1 << 20;
+    static read_depth::clock::time_point now{};
+    std::vector<int> used(2000, 0);
+    for (std::uint64_t i = 0; i < static_cast<std::uint64_t>(windows) * (read_depth::window_bytes / piece + 1); ++i) {
+        now += std::chrono::nanoseconds(static_cast<std::int64_t>(1e9 * piece / rate(depth.limit())));
+        ++used[depth.limit()];
+        depth.count(piece, true, now);
+    }
+    return used;
+}
+
+}  // namespace
+
+TEST_CASE("a disk that gains nothing from depth, or loses, gets two reads at a time") {
+    read_depth flat, losing;
+    const std::vector<int> of_flat = run(flat, 100, [](std::uint32_t) { return 2e9; });
+    CHECK(flat.limit() <= 4);
+    CHECK(of_flat[2] > 95 * of_flat[4] / 5);
+    CHECK(of_flat[8] == 0);
+    const std::vector<int> of_losing = run(losing, 100, [](std::uint32_t d) { return 2e9 / std::sqrt(d); });
+    CHECK(of_losing[2] > 90 * of_losing[4] / 10);
+}
+
+TEST_CASE("a disk that gains from depth gets as much as it gains from") {
+    read_depth depth;
+    const auto array = [](std::uint32_t d) { return 1e9 * std::min(d, 32u); };
+    run(depth, 20, array);
+    CHECK(depth.limit() == 32);
+    const std::vector<int> used = run(depth, 200, array);
+    CHECK(used[32] > 9 * (used[16] + used[64]));
+    run(depth, 200, [](std::uint32_t) { return 1e9; });  // others use it now
+    CHECK(depth.limit() < 32);
+}
+
+TEST_CASE("rates at which readers did not wait for the disk say nothing") {
+    read_depth depth;
+    read_depth::clock::time_point now{};
+    for (int i = 0; i < 10'000; ++i) {
+        now += std::chrono::microseconds(100);
+        depth.count(1 << 20, false, now);
+    }
+    CHECK(depth.limit() == 2);
+}
+
+TEST_CASE("the gate lets no more through than the depth, and an error goes out of it") {
+    detail::read_gate gate;
+    std::atomic<int> inside{0}, most{0};
+    {
+        std::vector<std::jthread> readers;
+        for (int t = 0; t < 8; ++t) {
+            readers.emplace_back([&] {
+                for (int i = 0; i < 20; ++i) {
+                    gate.pass(1000, [&] {
+                        const int now = ++inside;
+                        for (int seen = most; now > seen && !most.compare_exchange_weak(seen, now);) {
+                        }
+                        std::this_thread::sleep_for(std::chrono::microseconds(200));
+                        --inside;
+                    });
+                }
+            });
+        }
+    }
+    CHECK(most == 2);
+    for (int i = 0; i < 5; ++i) {
+        CHECK_THROWS_AS(gate.pass(1, [] { throw std::runtime_error("no"); }), std::runtime_error);
+    }
+    bool through = false;
+    gate.pass(1, [&] { through = true; });
+    CHECK(through);
+}
