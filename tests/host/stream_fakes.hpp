@@ -49,6 +49,7 @@ public:
     }
 
     [[nodiscard]] std::string name(std::uint32_t file) const override { return "number " + std::to_string(file); }
+    [[nodiscard]] std::uint32_t reads_at_a_time(std::uint32_t) const noexcept override { return at_a_time; }
 
     /// Lets the first `reads` reads pass and holds back the others.
     void allow(std::size_t reads) {
@@ -76,6 +77,7 @@ public:
     }
 
     std::uint32_t broken_file = ~0u;
+    std::uint32_t at_a_time = ~0u;
 
 private:
     const std::chrono::microseconds delay_;

@@ -206,6 +206,9 @@ TEST_CASE("large chunks end on pages of their file") {
         CHECK(p.pieces()[i].offset % 4096 == 0);
     }
     CHECK(p.chunks()[4].bytes == 1500);
+    const auto q = plan({t}, chunking::fixed<4_MiB>{});  // and the largest on what may be a block of a disk
+    REQUIRE(q.chunks().size() == 2);
+    CHECK(q.pieces()[1].offset == 4 * mib);
     t.row_bytes = 500;  // whole rows are worth more
     CHECK(plan({t}, chunking::fixed<1_MiB>{}).chunks()[0].bytes == mib / 500 * 500);
 }

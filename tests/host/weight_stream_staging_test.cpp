@@ -147,6 +147,36 @@ TEST_CASE("a chunk of many pieces is read, staged and copied whole, scattered or
     }
 }
 
+TEST_CASE("a source gets no more reads at a time than it says are worth having, and others go on beside it") {
+    using engine = detail::stream_engine<as_if_pinned, scheduler::fifo, slow_link>;
+    slow_copies device;
+    slow_source few(200us), many;
+    few.at_a_time = 2;
+    const auto stream = std::make_shared<engine>(6, 4000, 4, -1, 2, 500);
+    const place where = on_device(0, reinterpret_cast<cudaStream_t>(&device));
+    std::vector<std::byte> first(40'000), second(40'000);
+    const transfer a = from_file(1, 1, 0, first), b = from_file(2, 2, 0, second);
+    const auto begin = [&](const transfer& t, byte_source& source) {
+        transfer_plan plan(std::span(&t, 1), chunking::run_time{4000_B});
+        auto load = std::make_shared<detail::load_state>(std::move(plan).take(), source, where, nullptr, std::stop_token{});
+        stream->start(load);
+        return ticket(stream, std::move(load));
+    };
+    ticket slow = begin(a, few);
+    ticket quick = begin(b, many);
+    quick.wait();
+    slow.wait();
+    slow_link::finish(where);
+    CHECK(few.most_at_once() == 2);
+    CHECK(tests::holds(first, 1, 0));
+    CHECK(tests::holds(second, 2, 0));
+    few.at_a_time = 0;  // as good as one
+    ticket again = begin(a, few);
+    again.wait();
+    slow_link::finish(where);
+    stream->stop();
+}
+
 TEST_CASE("a stream that is held up keeps its own slots, and another goes on with the rest") {
     using engine = detail::stream_engine<as_if_pinned, scheduler::fifo, slow_link>;
     slow_copies held, other;

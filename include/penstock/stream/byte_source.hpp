@@ -64,6 +64,9 @@ public:
     /// How the file's bytes come, for reports: "read, in the page cache". Empty where there is nothing to say.
     [[nodiscard]] virtual std::string condition(std::uint32_t /*file*/) const { return {}; }
 
+    /// How many reads of this file are worth having under way at a time, now. Asked often.
+    [[nodiscard]] virtual std::uint32_t reads_at_a_time(std::uint32_t /*file*/) const noexcept { return ~std::uint32_t{0}; }
+
     /// Bytes of the file now; unknown_size where the source does not know. @throws io_error
     [[nodiscard]] virtual std::uint64_t size(std::uint32_t /*file*/) { return unknown_size; }
 

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <penstock/stream/file_reads.hpp>
-#include <penstock/stream/read_gate.hpp>
+#include <penstock/stream/read_depth.hpp>
 
 #include <filesystem>
 #include <mutex>
@@ -16,7 +16,7 @@ enum class file_access : std::uint8_t { buffered, direct, as_found };
 /// What becomes of the pages that reading brings into the page cache: left to the system, or dropped again.
 enum class page_cache : std::uint8_t { keep, drop };
 
-/// Files read by pread: through the page cache by as many readers at a time as call, directly by as many as the disk gains from. A file is
+/// Files read by pread: through the page cache, where every reader helps, or directly, where reads_at_a_time() follows the disk. A file is
 /// opened when it is first read and stays open as long as the source lives. Where a file system does not serve direct I/O, at open or at a
 /// read, that file is read through the page cache, and condition() says so.
 class file_source final : public byte_source {
@@ -46,7 +46,7 @@ public:
         const auto called = [&] { return name(file); };
         if (direct) {
             try {
-                gate_.pass(into.size(), [&, d = descriptor] { detail::read_direct(::pread, d, offset, into, called); });
+                meter_.watch(into.size(), [&, d = descriptor] { detail::read_direct(::pread, d, offset, into, called); });
                 return;
             } catch (const detail::direct_refused& refusal) {
                 step_down(file, refusal.why);
@@ -72,7 +72,7 @@ public:
                 for (const read_piece& p : pieces) {
                     bytes += p.into.size();
                 }
-                gate_.pass(bytes, [&, d = descriptor] { detail::read_scattered_direct(::pread, d, pieces, called); });
+                meter_.watch(bytes, [&, d = descriptor] { detail::read_scattered_direct(::pread, d, pieces, called); });
                 return;
             } catch (const detail::direct_refused& refusal) {
                 step_down(file, refusal.why);
@@ -83,6 +83,15 @@ public:
             const std::uint64_t begin = pieces.front().offset, end = pieces.back().offset + pieces.back().into.size();
             static_cast<void>(::posix_fadvise(descriptor, static_cast<off_t>(begin), static_cast<off_t>(end - begin), POSIX_FADV_DONTNEED));
         }
+    }
+
+    [[nodiscard]] std::uint32_t reads_at_a_time(std::uint32_t file) const noexcept override {
+        if (access_ == file_access::buffered) {
+            return byte_source::reads_at_a_time(file);
+        }
+        const std::lock_guard lock(mutex_);
+        const bool direct = file < files_.size() && (files_[file].direct || files_[file].descriptor < 0);
+        return direct ? meter_.limit() : byte_source::reads_at_a_time(file);
     }
 
     /// How the file is read and whether it was in the page cache when this source opened it; empty before.
@@ -165,7 +174,7 @@ private:
 
     file_access access_;
     page_cache cache_;
-    detail::read_gate gate_;  ///< of direct reads
+    detail::read_meter meter_;  ///< of direct reads
     mutable std::mutex mutex_;
     std::vector<entry> files_;
 };

@@ -49,7 +49,8 @@ public:
     ~stream_engine() override { stop(); }
 
     static constexpr std::chrono::microseconds between_looks{50};  ///< at copies of several streams, for one that is over
-    static constexpr std::size_t chunks_a_call = 4;                ///< copies of pinned memory that are enqueued together
+    static constexpr std::size_t most_open = 2;      ///< chunks with parts to be handed out: a second one where the first has its readers
+    static constexpr std::size_t chunks_a_call = 4;  ///< copies of pinned memory that are enqueued together
     static constexpr std::uint64_t default_part_bytes = std::uint64_t{1} << 20;
 
     /// Ends all loads and joins the readers.
@@ -227,9 +228,13 @@ private:
         me.stay_near(near_, readers_);
         locked lock(mutex);
         for (;;) {
-            work_.wait(lock, [&] { return stopping_ || !open_.empty() || can_open() || failed_rest() != unopened_.end(); });
-            if (!open_.empty()) {
-                bring_part(lock, me);
+            auto next = open_.end();
+            work_.wait(lock, [&] {
+                next = std::find_if(open_.begin(), open_.end(), [](const filling_ptr& f) { return worth_a_reader(*f); });
+                return next != open_.end() || can_open() || failed_rest() != unopened_.end() || (stopping_ && open_.empty());
+            });
+            if (next != open_.end()) {
+                bring_part(lock, me, next);
             } else if (const auto failed = failed_rest(); failed != unopened_.end()) {
                 const std::shared_ptr<moving_chunk> c = *failed;
                 unopened_.erase(failed);
@@ -246,7 +251,7 @@ private:
     [[nodiscard]] bool needs_slot() const noexcept { return !unopened_.empty() || queue_.needs_slot(); }
 
     [[nodiscard]] bool can_open() const noexcept {
-        return (!unopened_.empty() || !queue_.empty()) && !opening_ && (!needs_slot() || staging_->available());
+        return open_.size() < most_open && (!unopened_.empty() || !queue_.empty()) && !opening_ && (!needs_slot() || staging_->available());
     }
 
     [[nodiscard]] auto failed_rest() noexcept {
@@ -313,9 +318,16 @@ private:
         return j.load == nullptr ? nullptr : std::make_shared<moving_chunk>(std::move(j));
     }
 
-    /// Takes the next part of the chunk that was opened first. Of a chunk that will not arrive nothing more is brought.
-    void bring_part(locked& lock, reader& me) {
-        const filling_ptr f = open_.front();
+    /// Whether one more reader helps: a disk may be the faster with fewer. Of a load that has failed parts are only dropped.
+    [[nodiscard]] static bool worth_a_reader(const filling_type& f) noexcept {
+        const load_state& load = f.load();
+        return f.plan().from != bytes_from::file || load.error != nullptr || f.error != nullptr ||
+               load.reading < larger(1u, load.source->reads_at_a_time(f.plan().file));
+    }
+
+    /// Takes the next part of an open chunk. Of a chunk that will not arrive nothing more is brought.
+    void bring_part(locked& lock, reader& me, typename std::deque<filling_ptr>::iterator at) {
+        const filling_ptr f = *at;
         load_state& load = f->load();
         const planned_chunk& c = f->plan();
         const std::uint64_t from = f->next;
@@ -323,16 +335,21 @@ private:
         f->next = in_vain ? f->end : part_end(load, c, *f);
         const std::uint64_t to = f->next;
         if (f->handed_out()) {
-            open_.pop_front();
+            open_.erase(at);
         }
         if (!in_vain) {
             ++f->busy;
+            ++load.reading;
+            if (!f->handed_out()) {
+                work_.notify_one();  // more readers may be worth it than were before
+            }
             lock.unlock();
             std::uint64_t reads = 0;
             std::byte* const base = f->slot == nullptr ? nullptr : base_of(load, c, *f);
             std::exception_ptr error = attempt([&] { fetch(load, c, from, to, base, reads); });
             lock.lock();
             --f->busy;
+            --load.reading;
             f->reads += reads;
             if (error && !f->error) {
                 f->error = std::move(error);
@@ -345,8 +362,8 @@ private:
 
     /// Parts of a file end at multiples of their size in it.
     [[nodiscard]] std::uint64_t part_end(const load_state& load, const planned_chunk& c, const filling_type& f) const noexcept {
-        const std::uint64_t phase = phase_of(load, c);
-        return smaller(f.end, larger(f.next + 1, round_down(f.next + phase + part_bytes_, part_bytes_) - phase));
+        const std::uint64_t begins = (c.from == bytes_from::file ? load.pieces[c.first_piece].offset : 0) % part_bytes_;
+        return smaller(f.end, round_down(f.next + begins, part_bytes_) + part_bytes_ - begins);
     }
 
     /// Where the chunk's span would begin, of which the filling's part is in its slot.

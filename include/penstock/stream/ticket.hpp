@@ -84,6 +84,7 @@ struct load_state : plan_parts {
     std::uint64_t chunks_left = 0;
     std::uint64_t bytes_done = 0;
     std::uint64_t reads = 0;
+    std::uint32_t reading = 0;    ///< readers that read a file for it
     std::uint32_t in_flight = 0;  ///< threads that bring a chunk of this load, or call its callback
     double seconds = 0;
     std::exception_ptr error;  ///< the first; once it is set no further chunk is begun

@@ -95,9 +95,11 @@ struct plan_parts {
     }
 };
 
-/// Chunks that end inside a range of a file end on a page of it, where they are this large: reads of whole pages are the fastest, and
-/// direct ones need no detour.
-inline constexpr std::uint64_t page_aligned_chunk = std::uint64_t{256} << 10;
+/// Where a chunk of a file had best end, if it is as large as that: chunks that begin and end on pages need no detour by direct reads, and
+/// disks are the faster for reads that cross none of the blocks they are made of.
+inline constexpr std::uint64_t chunk_that_ends_on_a_page = std::uint64_t{256} << 10;
+inline constexpr std::uint64_t chunk_that_ends_on_a_block = std::uint64_t{4} << 20;
+inline constexpr std::uint64_t disk_block_bytes = std::uint64_t{1} << 20;
 
 }  // namespace detail
 
@@ -295,10 +297,15 @@ private:
         }
     }
 
-    /// A chunk that begins inside a page of its file is so much shorter that the next one does not.
+    /// A chunk that begins inside a page, or block, of its file is so much shorter that the next one does not.
     static std::uint64_t limit_of(const transfer& t, std::uint64_t step) noexcept {
-        const bool aligned = t.memory == nullptr && t.row_bytes == 0 && step >= detail::page_aligned_chunk;
-        return step - (aligned ? t.offset % memory::page_bytes : 0);
+        return step - (t.memory == nullptr && t.row_bytes == 0 ? t.offset % end_of_chunks(step) : 0);
+    }
+
+    static std::uint64_t end_of_chunks(std::uint64_t step) noexcept {
+        return step >= detail::chunk_that_ends_on_a_block  ? detail::disk_block_bytes
+               : step >= detail::chunk_that_ends_on_a_page ? memory::page_bytes
+                                                           : 1;
     }
 
     /// How much of a range goes into `room` bytes of a chunk: whole rows, up to a page border of the file; all of `room` where the chunk is
@@ -311,7 +318,7 @@ private:
             const std::uint64_t whole = round_down(room, t.row_bytes);
             return whole > 0 ? whole : empty ? room : 0;
         }
-        if (t.memory == nullptr && step >= detail::page_aligned_chunk) {
+        if (t.memory == nullptr && step >= detail::chunk_that_ends_on_a_page) {
             const std::uint64_t end = round_down(t.offset + room, memory::page_bytes);
             return end > t.offset ? end - t.offset : 0;
         }

@@ -2,8 +2,8 @@
 
 #include <penstock/units.hpp>
 
+#include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -73,50 +73,41 @@ private:
     clock::time_point begin_{};
 };
 
-/// Lets as many readers through at a time as read_depth says. Any number of threads.
-class read_gate {
+/// A read_depth that watches the reads of several threads.
+class read_meter {
 public:
-    /// Calls `read()`, which brings `bytes`, when it may.
+    /// Calls `read()`, which brings `bytes`.
     template <class Read>
-    void pass(std::uint64_t bytes, Read&& read) {
+    void watch(std::uint64_t bytes, Read&& read) {
         {
-            std::unique_lock lock(mutex_);
-            ++waiting_;
-            room_.wait(lock, [&] { return under_way_ < depth_.limit(); });
-            --waiting_;
+            const std::lock_guard lock(mutex_);
             ++under_way_;
         }
-        struct out {
-            read_gate& gate;
+        struct over {
+            read_meter& meter;
             std::uint64_t bytes;
-            ~out() { gate.leave(bytes); }
-        } const leaves{*this, bytes};
+            ~over() { meter.end(bytes); }
+        } const then{*this, bytes};
         read();
     }
 
-    [[nodiscard]] std::uint32_t limit() const {
-        const std::lock_guard lock(mutex_);
-        return depth_.limit();
-    }
+    [[nodiscard]] std::uint32_t limit() const noexcept { return limit_.load(std::memory_order_relaxed); }
 
 private:
-    void leave(std::uint64_t bytes) noexcept {
-        {
-            const std::lock_guard lock(mutex_);
-            try {
-                depth_.count(bytes, under_way_ >= depth_.limit() || waiting_ > 0, read_depth::clock::now());
-            } catch (...) {  // no memory to remember a rate in: the depth stays
-            }
-            --under_way_;
+    void end(std::uint64_t bytes) noexcept {
+        const std::lock_guard lock(mutex_);
+        try {
+            depth_.count(bytes, under_way_ >= depth_.limit(), read_depth::clock::now());
+        } catch (...) {  // no memory to remember a rate in: the depth stays
         }
-        room_.notify_all();
+        limit_ = depth_.limit();
+        --under_way_;
     }
 
-    mutable std::mutex mutex_;
-    std::condition_variable room_;
+    std::mutex mutex_;
     read_depth depth_;
     std::uint32_t under_way_ = 0;
-    std::uint32_t waiting_ = 0;
+    std::atomic<std::uint32_t> limit_{read_depth().limit()};
 };
 
 }  // namespace penstock::inline v0_1::detail

@@ -1,4 +1,4 @@
-#include <penstock/stream/read_gate.hpp>
+#include <penstock/stream/read_depth.hpp>
 
 #include <doctest/doctest.h>
 
@@ -7,6 +7,7 @@
 #include <cmath>
 #include <stdexcept>
 #include <thread>
+#include <vector>
 
 namespace {
 
@@ -60,30 +61,20 @@ TEST_CASE("rates at which readers did not wait for the disk say nothing") {
     CHECK(depth.limit() == 2);
 }
 
-TEST_CASE("the gate lets no more through than the depth, and an error goes out of it") {
-    detail::read_gate gate;
-    std::atomic<int> inside{0}, most{0};
+TEST_CASE("reads of several threads are watched, and an error goes out") {
+    detail::read_meter meter;
+    std::atomic<int> reads{0};
     {
         std::vector<std::jthread> readers;
-        for (int t = 0; t < 8; ++t) {
+        for (int t = 0; t < 4; ++t) {
             readers.emplace_back([&] {
-                for (int i = 0; i < 20; ++i) {
-                    gate.pass(1000, [&] {
-                        const int now = ++inside;
-                        for (int seen = most; now > seen && !most.compare_exchange_weak(seen, now);) {
-                        }
-                        std::this_thread::sleep_for(std::chrono::microseconds(200));
-                        --inside;
-                    });
+                for (int i = 0; i < 100; ++i) {
+                    meter.watch(1 << 20, [&] { ++reads; });
                 }
             });
         }
     }
-    CHECK(most == 2);
-    for (int i = 0; i < 5; ++i) {
-        CHECK_THROWS_AS(gate.pass(1, [] { throw std::runtime_error("no"); }), std::runtime_error);
-    }
-    bool through = false;
-    gate.pass(1, [&] { through = true; });
-    CHECK(through);
+    CHECK(reads == 400);
+    CHECK(meter.limit() >= 2);
+    CHECK_THROWS_AS(meter.watch(1, [] { throw std::runtime_error("no"); }), std::runtime_error);
 }
