@@ -70,6 +70,16 @@ struct queue_without_next {
 
 }  // namespace
 
+TEST_CASE("chunking that suits its source is fixed chunking with a lower limit") {
+    constexpr ps::chunking::suited<16_MiB> c;
+    static_assert(ps::chunking_policy<ps::chunking::suited<16_MiB>>);
+    CHECK(c.bytes_per_chunk(0, 1_GiB) == 16_MiB);
+    CHECK(c.within(1_MiB).bytes_per_chunk(0, 1_GiB) == 1_MiB);
+    CHECK(c.within(1_MiB).bytes_per_chunk(1000, 1_GiB) == (1 << 20) / 1000 * 1000);
+    CHECK(c.within(1_GiB).bytes_per_chunk(0, 1_GiB) == 16_MiB);
+    CHECK(c.within(0).bytes_per_chunk(0, 1_GiB) == 128);
+}
+
 TEST_CASE("one policy an axis is picked, in any order, or the default") {
     using namespace ps;
     static_assert(picks<axis::memory, memory::pinned>(memory::pinned{}));

@@ -147,6 +147,36 @@ TEST_CASE("a chunk of many pieces is read, staged and copied whole, scattered or
     }
 }
 
+TEST_CASE("of small chunks there are more in a ring, in its lowest memory, and whole ones find room again") {
+    slow_copies device;
+    detail::staging<as_if_pinned, detail::cuda_pinning, slow_link::marker> ring;
+    ring.allocate(1 << 20, 2, -1);
+    std::vector<decltype(ring)::slot*> small;
+    while (ring.available()) {
+        auto* const s = ring.take();
+        REQUIRE(s != nullptr);
+        ring.cut(*s, 100'000);
+        CHECK(s->bytes == 102'400);
+        std::fill_n(s->data, s->bytes, guard);
+        small.push_back(s);
+    }
+    CHECK(small.size() == 11);  // one whole slot is always asked for
+    CHECK(ring.take() == nullptr);
+    CHECK(ring.oldest() == nullptr);
+    std::byte* const lowest = small[0]->data;
+    for (auto* const s : small) {
+        ring.give_back(s);
+    }
+    for (int i = 0; i < 3; ++i) {
+        auto* const s = ring.take();
+        REQUIRE(s != nullptr);
+        CHECK(s->bytes > 1 << 20);
+        ring.cut(*s, 1000);
+        CHECK(s->data == lowest);
+        ring.give_back_unused(s);
+    }
+}
+
 TEST_CASE("a source gets no more reads at a time than it says are worth having, and others go on beside it") {
     using engine = detail::stream_engine<as_if_pinned, scheduler::fifo, slow_link>;
     slow_copies device;

@@ -586,6 +586,18 @@ TEST_CASE("tensors are loaded into room that was made for them, again and again"
     refused([](tensor_list& l) { l.tensors[1].type = dtype::i8; });
 }
 
+TEST_CASE("the default chunk follows the source, one that is fixed does not") {
+    struct of_small_blocks final : byte_source {
+        void read(std::uint32_t, std::uint64_t, std::span<std::byte> into) override { std::ranges::fill(into, std::byte{7}); }
+        [[nodiscard]] std::string name(std::uint32_t) const override { return "blocks"; }
+        [[nodiscard]] std::uint64_t chunk_bytes(std::uint32_t) const noexcept override { return 1 << 20; }
+    } source;
+    std::vector<std::byte> to(5 << 20);
+    const std::vector<transfer> list{from_file(1, 0, 0, to)};
+    CHECK(weight_stream<>().run(list, source, on_host()).chunks == 5);
+    CHECK(weight_stream<chunking::fixed<16_MiB>>().run(list, source, on_host()).chunks == 1);
+}
+
 TEST_CASE("an error names the tensor whose bytes did not come") {
     const temporary_directory dir;
     write_pattern(dir / "a", 0, 5'000);

@@ -47,6 +47,21 @@ struct fixed {
     }
 };
 
+/// As `fixed`, but less where the source of the bytes is the faster for it (see byte_source::chunk_bytes). For weight streams.
+template <bytes Size>
+struct suited {
+    static_assert(Size >= 128, "penstock: chunking::suited needs at least 128 bytes, the smallest piece a row is cut into");
+    using policy_axis = axis::chunking;
+    std::uint64_t most = Size.count;
+
+    constexpr std::uint64_t bytes_per_chunk(std::uint64_t row_bytes, std::uint64_t) const noexcept {
+        return detail::rows_within(most, row_bytes);
+    }
+
+    /// The same with no more than `limit` bytes, and no less than 128.
+    [[nodiscard]] constexpr suited within(std::uint64_t limit) const noexcept { return {smaller(most, larger<std::uint64_t>(limit, 128))}; }
+};
+
 /// `N` whole rows.
 template <std::uint32_t N>
 struct rows {

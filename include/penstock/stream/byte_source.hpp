@@ -16,6 +16,13 @@ struct bytes_in_place {
     const void* lock = nullptr;       ///< stands for the page lock they lie under: one copy does not cross from one lock into another
 };
 
+namespace detail {
+
+/// Reads that cross no multiple of this suit disks.
+inline constexpr std::uint64_t disk_block_bytes = std::uint64_t{1} << 20;
+
+}  // namespace detail
+
 /// Bytes of a file from `offset` on, and where they are to be put: `into.size()` of them, in host memory.
 struct read_piece {
     std::uint64_t offset = 0;
@@ -66,6 +73,9 @@ public:
 
     /// How many reads of this file are worth having under way at a time, now. Asked often.
     [[nodiscard]] virtual std::uint32_t reads_at_a_time(std::uint32_t /*file*/) const noexcept { return ~std::uint32_t{0}; }
+
+    /// Chunks of no more than this suit the file, as far as the source knows; for chunking that follows its source.
+    [[nodiscard]] virtual std::uint64_t chunk_bytes(std::uint32_t /*file*/) const noexcept { return ~std::uint64_t{0}; }
 
     /// Bytes of the file now; unknown_size where the source does not know. @throws io_error
     [[nodiscard]] virtual std::uint64_t size(std::uint32_t /*file*/) { return unknown_size; }

@@ -94,6 +94,13 @@ public:
         return direct ? meter_.limit() : byte_source::reads_at_a_time(file);
     }
 
+    /// Of a disk 1 MiB, once the file is open: it is the link's least concern, and a virtual disk copies into small buffers up to a third
+    /// faster, since its host's cache holds them.
+    [[nodiscard]] std::uint64_t chunk_bytes(std::uint32_t file) const noexcept override {
+        const std::lock_guard lock(mutex_);
+        return file < files_.size() && files_[file].direct ? detail::disk_block_bytes : byte_source::chunk_bytes(file);
+    }
+
     /// How the file is read and whether it was in the page cache when this source opened it; empty before.
     [[nodiscard]] std::string condition(std::uint32_t file) const override {
         const std::lock_guard lock(mutex_);

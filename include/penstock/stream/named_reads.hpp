@@ -27,6 +27,7 @@ public:
     [[nodiscard]] std::string name(std::uint32_t file) const override { return from_.name(file); }
     [[nodiscard]] std::string condition(std::uint32_t file) const override { return from_.condition(file); }
     [[nodiscard]] std::uint32_t reads_at_a_time(std::uint32_t file) const noexcept override { return from_.reads_at_a_time(file); }
+    [[nodiscard]] std::uint64_t chunk_bytes(std::uint32_t file) const noexcept override { return from_.chunk_bytes(file); }
     [[nodiscard]] std::uint64_t size(std::uint32_t file) override { return from_.size(file); }
     [[nodiscard]] bytes_in_place in_place(std::uint32_t file, std::uint64_t offset, std::uint64_t bytes) override {
         return from_.in_place(file, offset, bytes);

@@ -39,6 +39,7 @@ public:
     void read_pieces(std::uint32_t file, std::span<const read_piece> pieces) override { files_.read_pieces(file, pieces); }
     [[nodiscard]] std::string name(std::uint32_t file) const override { return files_.name(file); }
     [[nodiscard]] std::uint32_t reads_at_a_time(std::uint32_t file) const noexcept override { return files_.reads_at_a_time(file); }
+    [[nodiscard]] std::uint64_t chunk_bytes(std::uint32_t file) const noexcept override { return files_.chunk_bytes(file); }
     [[nodiscard]] std::uint64_t size(std::uint32_t file) override { return files_.size(file); }
 
     /// What is used and why: "pread, in the page cache (read once)", "registered mapping (registered, read-only; read repeatedly)", ...

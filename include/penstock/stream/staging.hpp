@@ -1,6 +1,7 @@
 #pragma once
 
 #include <penstock/buffer/arena.hpp>
+#include <penstock/buffer/free_list.hpp>
 #include <penstock/buffer/host_memory.hpp>
 #include <penstock/cuda/event.hpp>
 #include <penstock/policy/memory.hpp>
@@ -16,16 +17,19 @@
 
 namespace penstock::inline v0_1::detail {
 
-/// A slot of staging memory and the event of the last copy out of it: until that has passed, the slot must not be filled.
+/// A part of staging memory that a chunk, or a part of one, passes through.
 template <class Marker>
 struct staging_slot {
     std::byte* data = nullptr;
-    Marker copied{waiting::sleep};
+    std::size_t bytes = 0;
+    Marker copied{waiting::sleep};  ///< the last copy out of it: until that is over, its memory must not be filled
     cudaStream_t stream = nullptr;  ///< of that copy
 };
 
-/// The host memory through which bytes reach a device: equal slots, each filled with one chunk, or a part of one, at a time. Pinned slots come from an arena. If not all can be had, it makes do with fewer, then with smaller ones;
-/// if none can be pinned, with pageable ones. Does not lock: its owner does. The destructor waits for the copies.
+/// The host memory through which bytes reach a device: room for `slots` slots, each of which may be cut to what is needed, so that of small
+/// chunks there are more. The lowest free memory goes first, which a cache, or a virtual disk's host, still has. Pinned memory comes from
+/// an arena. If not all can be had, it makes do with fewer slots, then with smaller ones; if none can be pinned, with pageable ones. Does
+/// not lock: its owner does. The destructor waits for the copies.
 /// @tparam Marker an event or a test's stand-in: record(), over(), synchronize(), synchronize_quietly()
 template <class Memory, class Pinning = cuda_pinning, class Marker = event>
 class staging {
@@ -46,7 +50,7 @@ public:
     staging& operator=(const staging&) = delete;
 
     ~staging() {
-        for (const slot& s : slots_) {
+        for (const slot& s : all_) {
             s.copied.synchronize_quietly();
         }
         if constexpr (!in_arena) {
@@ -75,12 +79,12 @@ public:
                 arena_.reset();
                 arena_.emplace(bytes_needed(size, count), arena_options{}, pinning);
             }
-            cut(arena_->data(), size, count);
+            divide(arena_->data(), size, count);
         } else {
             for (std::uint32_t count = slots;; count /= 2) {
                 try {
                     data_ = static_cast<std::byte*>(Memory::allocate(bytes_needed(slot_bytes, count)));
-                    cut(data_, slot_bytes, count);
+                    divide(data_, slot_bytes, count);
                     how_ = "allocated";
                     break;
                 } catch (const out_of_memory&) {
@@ -92,38 +96,70 @@ public:
         }
     }
 
-    [[nodiscard]] bool allocated() const noexcept { return !slots_.empty(); }
     [[nodiscard]] std::size_t bytes() const noexcept { return bytes_; }
-    [[nodiscard]] std::size_t slot_bytes() const noexcept { return slot_bytes_; }
-    [[nodiscard]] std::size_t slots() const noexcept { return slots_.size(); }
+    [[nodiscard]] std::size_t slot_bytes() const noexcept { return slot_bytes_; }  ///< of a whole one
+    [[nodiscard]] std::size_t slots() const noexcept { return bytes_ / larger<std::size_t>(slot_stride(slot_bytes_), 1); }
     [[nodiscard]] const std::string& how() const noexcept { return how_; }
 
-    [[nodiscard]] bool available() const noexcept { return !free_.empty(); }
+    /// Whether take() gives a slot now, or may when copies are over.
+    [[nodiscard]] bool available() const noexcept { return free_->longest() >= slot_stride(slot_bytes_) || !copying_.empty(); }
 
-    /// Where the readers are the slower ones, the slot whose copy was over last: the cache still has it. Where the link is, the one that was
-    /// returned longest ago; its copy may still run. Where copies of several streams run, one whose copy is over, or nothing: any may be
-    /// the next to end, and who waits for one of a stream that is held up would wait in vain. @pre available()
+    /// A whole slot, if there is memory for it or copies are over whose memory it can have.
     [[nodiscard]] slot* take() {
-        auto at = free_.begin();
-        const auto elsewhere = [&](const slot* s) { return s->stream != free_.front()->stream; };
-        if (std::any_of(free_.begin(), free_.end(), elsewhere)) {
-            at = std::find_if(free_.begin(), free_.end(), [](const slot* s) { return s->copied.over(); });
-            if (at == free_.end()) {
-                return nullptr;
+        const bool several =
+            std::any_of(copying_.begin(), copying_.end(), [&](const slot* s) { return s->stream != copying_.front()->stream; });
+        for (auto at = copying_.begin(); at != copying_.end();) {
+            if ((*at)->copied.over()) {
+                put_back(**at);
+                at = copying_.erase(at);
+            } else if (several) {
+                ++at;
+            } else {
+                break;  // those behind it are not over either
             }
-        } else if (free_.front()->copied.over()) {
-            at = std::prev(std::find_if(free_.rbegin(), free_.rend(), [](const slot* s) { return s->copied.over(); }).base());
         }
-        slot* next = *at;
-        free_.erase(at);
-        return next;
+        const std::optional<std::uint64_t> at = free_->take(slot_stride(slot_bytes_), memory::page_bytes);
+        if (!at) {
+            return nullptr;
+        }
+        if (idle_.empty()) {
+            idle_.push_back(&all_.emplace_back());
+        }
+        slot* fresh = idle_.back();
+        idle_.pop_back();
+        fresh->data = base_ + *at;
+        fresh->bytes = slot_stride(slot_bytes_);
+        return fresh;
     }
 
-    /// Returns a slot from which a copy was enqueued.
-    void give_back(slot* used) { free_.push_back(used); }
+    /// Of the running copies the one to wait for where take() gave nothing. Nothing where copies of several streams run, of which any may be
+    /// the next to end: who waits for one of a stream that is held up would wait in vain.
+    [[nodiscard]] slot* oldest() const noexcept {
+        const auto elsewhere = [&](const slot* s) { return s->stream != copying_.front()->stream; };
+        return copying_.empty() || std::any_of(copying_.begin(), copying_.end(), elsewhere) ? nullptr : copying_.front();
+    }
 
-    /// Returns a slot that was not used: it is the next to be taken.
-    void give_back_unused(slot* fresh) { free_.push_front(fresh); }
+    /// Takes the memory of the oldest copy back, which was waited for, with success or not.
+    void retire_oldest() {
+        put_back(*copying_.front());
+        copying_.pop_front();
+    }
+
+    /// Makes a whole slot, which nothing was put in yet, one of `bytes` bytes, in the lowest memory there is for that.
+    void cut(slot& s, std::size_t bytes) {
+        bytes = round_up(bytes, memory::page_bytes);
+        if (bytes < s.bytes) {
+            free_->give_back(static_cast<std::uint64_t>(s.data - base_), s.bytes);
+            s.data = base_ + *free_->take(bytes, memory::page_bytes);  // at least where it was
+            s.bytes = bytes;
+        }
+    }
+
+    /// Returns a slot from which a copy may have been enqueued.
+    void give_back(slot* used) { copying_.push_back(used); }
+
+    /// Returns a slot that was not used.
+    void give_back_unused(slot* fresh) { put_back(*fresh); }
 
 private:
     /// Chunks that are larger than a slot go through it slot by slot: pinned slots of this size are better than large ones that are not.
@@ -131,22 +167,27 @@ private:
 
     static constexpr bool in_arena = std::is_same_v<Memory, memory::pinned>;
 
-    void cut(std::byte* data, std::size_t slot_bytes, std::uint32_t count) {
+    void divide(std::byte* data, std::size_t slot_bytes, std::uint32_t count) {
+        base_ = data;
         slot_bytes_ = slot_bytes;
         bytes_ = bytes_needed(slot_bytes, count);
-        slots_.resize(count);
-        for (std::uint32_t i = 0; i < count; ++i) {
-            slots_[i].data = data + i * slot_stride(slot_bytes);
-            free_.push_back(&slots_[i]);
-        }
+        free_.emplace(bytes_);
+    }
+
+    void put_back(slot& s) {
+        free_->give_back(static_cast<std::uint64_t>(s.data - base_), s.bytes);
+        idle_.push_back(&s);
     }
 
     std::optional<basic_arena<Pinning>> arena_;
-    std::byte* data_ = nullptr;
+    std::byte* data_ = nullptr;  ///< of a memory kind that no arena serves
+    std::byte* base_ = nullptr;
     std::size_t bytes_ = 0;
     std::size_t slot_bytes_ = 0;
-    std::vector<slot> slots_;
-    std::deque<slot*> free_;
+    std::optional<free_list> free_;
+    std::deque<slot> all_;       ///< ever made: their events are used again
+    std::vector<slot*> idle_;    ///< without memory
+    std::deque<slot*> copying_;  ///< a copy out of them may run, the oldest first
     std::string how_;
 };
 

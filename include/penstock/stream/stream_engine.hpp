@@ -264,17 +264,22 @@ private:
         slot_type* slot = nullptr;
         std::exception_ptr error;
         if (needs_slot()) {
-            slot = staging_->take();
             opening_ = true;
-            if (slot == nullptr) {
-                work_.wait_for(lock, between_looks);
-                opening_ = false;
-                return;
+            while ((slot = staging_->take()) == nullptr && !error && staging_->available()) {
+                if (slot_type* const oldest = staging_->oldest(); oldest != nullptr) {
+                    lock.unlock();
+                    error = await(oldest->copied);
+                    lock.lock();
+                    staging_->retire_oldest();
+                } else {
+                    work_.wait_for(lock, between_looks);
+                }
             }
-            lock.unlock();
-            error = await(slot->copied);
-            lock.lock();
             opening_ = false;
+            slot = slot == nullptr && error ? staging_->take() : slot;
+            if (slot == nullptr) {
+                return;  // readers hold the rest of the memory
+            }
         }
         const std::shared_ptr<moving_chunk> c = next_chunk();
         const route way = c == nullptr ? route::to_host : c->what.load->routes[c->what.chunk];
@@ -289,6 +294,9 @@ private:
         }
         const std::uint64_t end = slot == nullptr ? c->span() : smaller<std::uint64_t>(c->span(), c->opened + staging_->slot_bytes());
         const auto f = std::make_shared<filling_type>(c, slot, end);
+        if (slot != nullptr) {
+            staging_->cut(*slot, memory::page_bytes + (f->end - f->begin));
+        }
         if (end < c->span()) {
             unopened_.push_back(c);
         }

@@ -98,8 +98,7 @@ struct plan_parts {
 /// Where a chunk of a file had best end, if it is as large as that: chunks that begin and end on pages need no detour by direct reads, and
 /// disks are the faster for reads that cross none of the blocks they are made of.
 inline constexpr std::uint64_t chunk_that_ends_on_a_page = std::uint64_t{256} << 10;
-inline constexpr std::uint64_t chunk_that_ends_on_a_block = std::uint64_t{4} << 20;
-inline constexpr std::uint64_t disk_block_bytes = std::uint64_t{1} << 20;
+inline constexpr std::uint64_t chunk_that_ends_on_a_block = disk_block_bytes;
 
 }  // namespace detail
 

@@ -107,7 +107,8 @@ public:
         if (!where.on_host() && Memory::device_accessible) {
             in_place = detail::taken_in_place(transfers, source);
         }
-        transfer_plan<Chunking> planned(in_place.empty() ? transfers : std::span<const transfer>(in_place), chunking_);
+        const std::span<const transfer> all = in_place.empty() ? transfers : std::span<const transfer>(in_place);
+        transfer_plan<Chunking> planned(all, suited_to(source, all));
         auto load = std::make_shared<detail::load_state>(std::move(planned).take(), source, where, std::move(callback), std::move(stop));
         engine_->start(load);
         return ticket(engine_, std::move(load));
@@ -238,6 +239,18 @@ private:
         return report;
     }
 
+    /// The chunking, held to what suits the source where it lets itself be.
+    [[nodiscard]] Chunking suited_to([[maybe_unused]] const byte_source& source, [[maybe_unused]] std::span<const transfer> all) const {
+        if constexpr (requires { chunking_.within(std::uint64_t{}); }) {
+            for (const transfer& t : all) {
+                if (t.memory == nullptr) {
+                    return chunking_.within(source.chunk_bytes(t.file));
+                }
+            }
+        }
+        return chunking_;
+    }
+
     static constexpr std::uint64_t not_asked = byte_source::unknown_size - 1;
 
     using engine = detail::stream_engine<Memory, Scheduler>;
@@ -265,14 +278,14 @@ struct make_weight_stream {
     PENSTOCK_CHECK_POLICIES("weight_stream", Ps...);
     static_assert(axis_count<axis::eviction, Ps...> == 0, "penstock: weight_stream keeps nothing, so it takes no eviction rule");
     using type = basic_weight_stream<
-        pick_policy<axis::memory, memory::pinned, Ps...>, pick_policy<axis::chunking, chunking::fixed<bytes{16u << 20}>, Ps...>,
+        pick_policy<axis::memory, memory::pinned, Ps...>, pick_policy<axis::chunking, chunking::suited<bytes{16u << 20}>, Ps...>,
         pick_policy<axis::prefetch, prefetch::budget<bytes{64u << 20}>, Ps...>, pick_policy<axis::scheduling, scheduler::fifo, Ps...>>;
 };
 
 }  // namespace detail
 
-/// A weight stream from policies in any order. Defaults: pinned staging, 16 MiB chunks, 64 MiB of them ahead, first come first served. From
-/// the page cache smaller chunks cost the link more (8 MiB: 1 %), and a larger ring is slower, since it leaves the last cache before it is
+/// A weight stream from policies in any order. Defaults: pinned staging, chunks of 16 MiB, of 1 MiB from a disk, 64 MiB of them ahead, first come
+/// first served. From the page cache smaller chunks cost the link more (8 MiB: 1 %), and a larger ring is slower, since it leaves the last cache before it is
 /// copied (128 MiB more: 3 to 17 %, as busy as the memory is).
 template <class... Ps>
 using weight_stream = typename detail::make_weight_stream<Ps...>::type;
