@@ -120,18 +120,25 @@ TEST_CASE("chunks keep whole rows, and cover every byte once in any chunking") {
     }
 }
 
-TEST_CASE("requests come in their order, empty ones too, with their most urgent level") {
+TEST_CASE("requests come in their order, empty ones too, with their most urgent level, earliest deadline and greatest weight") {
     transfer late = from_file(5, 0, 0, 10, 0);
     late.level = urgency::background;
+    late.deadline = 7;
+    late.weight = 2;
     transfer urgent = from_file(5, 0, 100, 10, 100);
     urgent.level = urgency::prefetch;
+    urgent.weight = 3;
     const auto p = plan({late, from_file(3, 0, 50, 0, 0), from_file(4, 0, 20, 10, 20), urgent}, chunking::whole{});
     REQUIRE(p.requests().size() == 3);
     CHECK(p.requests()[0].what.id == 5);
     CHECK(p.requests()[0].what.chunks == 2);
     CHECK(p.requests()[0].what.level == urgency::prefetch);
+    CHECK(p.requests()[0].what.deadline == 7);
+    CHECK(p.requests()[0].what.weight == 3);
+    CHECK(p.requests()[0].what.chunk_bytes == 10);
     CHECK(p.requests()[1].what.id == 3);
     CHECK(p.requests()[1].what.chunks == 0);
+    CHECK(p.requests()[1].what.deadline == no_deadline);
     CHECK(p.requests()[2].first_chunk == 2);
     CHECK(plan({}, chunking::whole{}).chunks().empty());
     std::ostringstream text;

@@ -2,10 +2,14 @@
 
 #include <penstock/policy/axis.hpp>
 
+#include <algorithm>
+#include <array>
 #include <concepts>
 #include <cstdint>
-#include <deque>
+#include <map>
 #include <optional>
+#include <tuple>
+#include <unordered_map>
 
 /// The scheduling axis. Host facet: `queue`, which decides at every chunk boundary whose next chunk goes on the link.
 /// Device facet: `order`, which hands the tiles of a kernel to its scopes. A policy may have one facet or both.
@@ -15,11 +19,17 @@ namespace penstock::inline v0_1 {
 /// Why bytes are wanted; lower is more urgent.
 enum class urgency : std::uint8_t { on_demand, prefetch, background };
 
+/// Comes after every deadline.
+inline constexpr std::uint64_t no_deadline = ~std::uint64_t{0};
+
 /// One thing to bring (an expert, a tensor), already cut into chunks.
 struct request {
     std::uint64_t id = 0;
     std::uint32_t chunks = 0;
     urgency level = urgency::on_demand;
+    std::uint64_t deadline = no_deadline;  ///< in ticks of any clock that all requests of a queue share; the smaller is due sooner
+    std::uint32_t weight = 1;              ///< tokens that wait for it; 0 counts as 1
+    std::uint64_t chunk_bytes = 1;         ///< of a chunk, on average; 0 counts as 1
 };
 
 /// Chunk `index` of the request `request`.
@@ -38,6 +48,20 @@ concept host_scheduler = policy_for<S, axis::scheduling> && std::default_initial
     { q.next() } -> std::same_as<std::optional<chunk>>;
 };
 
+/// Optional member `change`: change(request) -> whether that request waits. All that wait with its id get what it says (raised, lowered, due
+/// sooner, more or fewer chunks); chunks that were given out stay given out. A queue without it is told of a promoted request by push().
+template <class Queue>
+concept changeable_queue = requires(Queue q, request r) {
+    { q.change(r) } -> std::same_as<bool>;
+};
+
+/// Optional member `cancel`: cancel(id) -> whether such a request waited. No further chunk of it is given out. The chunks that a queue
+/// without it names of a cancelled request are passed over.
+template <class Queue>
+concept cancellable_queue = requires(Queue q, std::uint64_t id) {
+    { q.cancel(id) } -> std::same_as<bool>;
+};
+
 /// `order`: tile(i, scope, scopes, tiles) -> the i-th tile of that scope, or `tiles` when it has no more.
 template <class S>
 concept device_scheduler = policy_for<S, axis::scheduling> && requires(std::uint32_t n) {
@@ -47,37 +71,151 @@ concept device_scheduler = policy_for<S, axis::scheduling> && requires(std::uint
 template <class S>
 concept scheduling_policy = host_scheduler<S> || device_scheduler<S>;
 
+namespace detail {
+
+/// A request in a queue.
+template <class Rank>
+struct waiting_request {
+    request what;
+    std::uint32_t done = 0;  ///< chunks given out
+    std::uint64_t turn = 0;  ///< decides between equal ranks, and is no other's
+    double start = 0;        ///< of its next chunk, in the virtual time of weighted_fair
+    std::tuple<std::uint32_t, Rank, std::uint64_t> key{};
+
+    [[nodiscard]] std::uint32_t left() const noexcept { return what.chunks - done; }
+};
+
+/// First come, first served, without levels: what the rules of the queues below have in common.
+struct plain_rule {
+    using rank = std::uint8_t;
+
+    static std::uint32_t level(const request&) noexcept { return 0; }
+    /// A request comes to its level.
+    template <class Rank>
+    void arrive(waiting_request<Rank>& r) noexcept {
+        r.turn = turns++;
+    }
+    static std::uint8_t rank_of(const waiting_request<std::uint8_t>&) noexcept { return 0; }
+    /// Its next chunk is given out.
+    template <class Rank>
+    void serve(waiting_request<Rank>&) noexcept {}
+    void rest() noexcept {}  ///< nothing waits
+
+    std::uint64_t turns = 0;
+};
+
+/// An urgency beyond the last level counts as the last.
+template <std::uint32_t Levels>
+constexpr std::uint32_t level_of(urgency u) noexcept {
+    const auto n = static_cast<std::uint32_t>(u);
+    return n < Levels ? n : Levels - 1;
+}
+
+/// The request with the smallest (level, rank, turn) goes next. Of n requests: push, next, change and cancel take O(log n) steps.
+template <class Rule>
+class request_queue {
+public:
+    request_queue() = default;
+    request_queue(request_queue&&) = default;  // a copy would order the entries of another queue
+    request_queue& operator=(request_queue&&) = default;
+
+    void push(request r) {
+        if (r.chunks == 0) {
+            return;
+        }
+        const auto at = waiting_.emplace(r.id, entry{r});
+        rule_.arrive(at->second);
+        at->second.key = key_of(at->second);
+        try {
+            order_.emplace(at->second.key, &at->second);
+        } catch (...) {
+            waiting_.erase(at);
+            throw;
+        }
+    }
+
+    std::optional<chunk> next() {
+        if (order_.empty()) {
+            return std::nullopt;
+        }
+        entry& e = *order_.begin()->second;
+        const chunk c{e.what.id, e.done};
+        rule_.serve(e);
+        ++e.done;
+        if (e.left() > 0) {
+            place(e);
+        } else {
+            const auto [first, last] = waiting_.equal_range(c.request);
+            erase(std::find_if(first, last, [&](const auto& w) { return &w.second == &e; }));
+        }
+        return c;
+    }
+
+    bool change(request r) {
+        const auto [first, last] = waiting_.equal_range(r.id);
+        const bool waits = first != last;
+        for (auto at = first; at != last;) {
+            entry& e = at->second;
+            if (r.chunks <= e.done) {
+                at = erase(at);
+                continue;
+            }
+            const bool elsewhere = rule_.level(r) != rule_.level(e.what);
+            e.what = r;
+            if (elsewhere) {
+                rule_.arrive(e);
+            }
+            place(e);
+            ++at;
+        }
+        return waits;
+    }
+
+    bool cancel(std::uint64_t id) {
+        const auto [first, last] = waiting_.equal_range(id);
+        const bool waited = first != last;
+        for (auto at = first; at != last;) {
+            at = erase(at);
+        }
+        return waited;
+    }
+
+private:
+    using entry = waiting_request<typename Rule::rank>;
+    using entries = std::unordered_multimap<std::uint64_t, entry>;  // by id; a rehash moves no entry
+
+    auto key_of(const entry& e) const noexcept { return decltype(e.key){rule_.level(e.what), rule_.rank_of(e), e.turn}; }
+
+    void place(entry& e) {
+        if (const auto key = key_of(e); key != e.key) {
+            auto node = order_.extract(e.key);
+            node.key() = e.key = key;
+            order_.insert(std::move(node));
+        }
+    }
+
+    typename entries::iterator erase(typename entries::iterator at) {
+        order_.erase(at->second.key);
+        const auto next = waiting_.erase(at);
+        if (order_.empty()) {
+            rule_.rest();
+        }
+        return next;
+    }
+
+    Rule rule_;
+    entries waiting_;
+    std::map<decltype(entry::key), entry*> order_;
+};
+
+}  // namespace detail
+
 namespace scheduler {
 
 /// Requests one after another, in the order in which they came. Kernels: each scope takes a contiguous run of tiles.
 struct fifo {
     using policy_axis = axis::scheduling;
-
-    class queue {
-    public:
-        void push(request r) {
-            if (r.chunks > 0) {
-                waiting_.push_back(r);
-            }
-        }
-
-        std::optional<chunk> next() {
-            if (waiting_.empty()) {
-                return std::nullopt;
-            }
-            const request& r = waiting_.front();
-            chunk c{r.id, done_++};
-            if (done_ == r.chunks) {
-                waiting_.pop_front();
-                done_ = 0;
-            }
-            return c;
-        }
-
-    private:
-        std::deque<request> waiting_;
-        std::uint32_t done_ = 0;
-    };
+    using queue = detail::request_queue<detail::plain_rule>;
 
     struct order {
         PENSTOCK_HD static constexpr std::uint32_t tile(std::uint32_t i, std::uint32_t scope, std::uint32_t scopes,
@@ -89,38 +227,15 @@ struct fifo {
     };
 };
 
-/// One chunk of each request in turn. Kernels: tiles are dealt to the scopes like cards.
+/// One chunk of each request in turn, so that of two that wait neither gets more than one chunk ahead. Kernels: tiles are dealt to the scopes
+/// like cards.
 struct round_robin {
     using policy_axis = axis::scheduling;
 
-    class queue {
-    public:
-        void push(request r) {
-            if (r.chunks > 0) {
-                turn_.push_back({r, 0});
-            }
-        }
-
-        std::optional<chunk> next() {
-            if (turn_.empty()) {
-                return std::nullopt;
-            }
-            progress p = turn_.front();
-            turn_.pop_front();
-            chunk c{p.what.id, p.done++};
-            if (p.done < p.what.chunks) {
-                turn_.push_back(p);
-            }
-            return c;
-        }
-
-    private:
-        struct progress {
-            request what;
-            std::uint32_t done;
-        };
-        std::deque<progress> turn_;
+    struct rule : detail::plain_rule {
+        void serve(detail::waiting_request<rank>& r) noexcept { r.turn = turns++; }
     };
+    using queue = detail::request_queue<rule>;
 
     struct order {
         PENSTOCK_HD static constexpr std::uint32_t tile(std::uint32_t i, std::uint32_t scope, std::uint32_t scopes,
@@ -131,34 +246,65 @@ struct round_robin {
     };
 };
 
-/// The most urgent level that has a chunk goes first; within a level first come, first served. An urgency beyond the last level
-/// counts as the last.
+/// The most urgent level that has a chunk goes first; within a level the request that is due first, and of equal ones the first to come to
+/// the level. An urgency beyond the last level counts as the last.
 template <std::uint32_t Levels = 3>
 struct priority {
     static_assert(Levels > 0, "penstock: scheduler::priority needs at least one level");
     using policy_axis = axis::scheduling;
 
-    class queue {
-    public:
-        void push(request r) { level_[smaller_level(r.level)].push(r); }
+    struct rule : detail::plain_rule {
+        using rank = std::uint64_t;
 
-        std::optional<chunk> next() {
-            for (fifo::queue& q : level_) {
-                if (std::optional<chunk> c = q.next()) {
-                    return c;
-                }
-            }
-            return std::nullopt;
+        static std::uint32_t level(const request& r) noexcept { return detail::level_of<Levels>(r.level); }
+        static std::uint64_t rank_of(const detail::waiting_request<rank>& r) noexcept { return r.what.deadline; }
+    };
+    using queue = detail::request_queue<rule>;
+};
+
+/// The most urgent level that has a chunk goes first; within a level the link is shared: a request's share of the bytes is in proportion to
+///
+///     (tokens waiting for it) / (its bytes left)
+///
+/// so that of two equal experts the one with thrice the tokens gets thrice the bytes, and one that is nearly whole is soon whole, before
+/// which it serves nobody. The rule is self-clocked fair queueing (Golestani, INFOCOM 1994), with a weight for each chunk: a chunk costs
+///
+///     bytes of the chunk * bytes left, with the chunk / tokens
+///
+/// and is due at the virtual time at which the one before it was due (for the first: the level's virtual time) plus its cost; the chunk that
+/// is due first goes, and moves the level's virtual time to when it was due. While two requests of a level wait, what their chunks have
+/// cost since then differs by no more than the dearest of one and the dearest of the other: one chunk each. A chunk costs more than
+/// nothing, so that the virtual time reaches every chunk that waits, however many others come to its level.
+struct weighted_fair {
+    using policy_axis = axis::scheduling;
+
+    /// What the next chunk of a request of which `left` chunks, at least one, are left costs, in bytes * bytes / tokens.
+    static double cost(const request& r, std::uint32_t left) noexcept {
+        const auto bytes = static_cast<double>(std::max<std::uint64_t>(r.chunk_bytes, 1));
+        return bytes * (bytes * left) / std::max<std::uint32_t>(r.weight, 1);
+    }
+
+    class rule : public detail::plain_rule {
+    public:
+        using rank = double;
+
+        static std::uint32_t level(const request& r) noexcept { return detail::level_of<levels>(r.level); }
+        void arrive(detail::waiting_request<rank>& r) noexcept {
+            plain_rule::arrive(r);
+            r.start = now_[level(r.what)];
         }
+        /// Not before now: a request may have become cheaper while it waited.
+        double rank_of(const detail::waiting_request<rank>& r) const noexcept {
+            return std::max(r.start + cost(r.what, r.left()), now_[level(r.what)]);
+        }
+        void serve(detail::waiting_request<rank>& r) noexcept { r.start = now_[level(r.what)] = std::get<1>(r.key); }
+        void rest() noexcept { now_ = {}; }  // small numbers are the more exact
 
     private:
-        static constexpr std::uint32_t smaller_level(urgency u) noexcept {
-            const auto n = static_cast<std::uint32_t>(u);
-            return n < Levels ? n : Levels - 1;
-        }
-
-        fifo::queue level_[Levels];
+        static constexpr std::uint32_t levels = 3;
+        std::array<double, levels> now_{};  ///< virtual time of each level
     };
+    using queue = detail::request_queue<rule>;
 };
 
 }  // namespace scheduler

@@ -17,7 +17,8 @@ struct chunk_job {
 /// The chunks of running loads that nobody has taken, and the scheduler queue that says whose turn it is. Does not lock: its owner does.
 ///
 /// The scheduler is told of a request once, and again when it is promoted; it answers with chunks. An answer for a chunk that is already
-/// taken, or of a load that is over, is passed over. So nothing is ever removed from a queue, and its interface needs no such function.
+/// taken, or of a load that is over, is passed over. So a queue needs no more than push() and next(): where it has change() and cancel(),
+/// which spare it such answers, they are used as long as no two loads share the request's number.
 template <class Scheduler>
 class load_queue {
 public:
@@ -53,7 +54,7 @@ public:
             return false;
         }
         load.requests[r].what.level = urgency::on_demand;
-        if (load.untaken_left[r] > 0) {
+        if (load.untaken_left[r] > 0 && !change(load.requests[r].what)) {
             queue_.push(load.requests[r].what);
         }
         return true;
@@ -71,6 +72,7 @@ public:
             if (load.untaken_left[r] > 0) {
                 load.untaken_left[r] = 0;
                 forget(load, r);
+                cancel(load.requests[r].what.id);
             }
         }
     }
@@ -115,6 +117,27 @@ private:
         std::uint32_t number;
     };
 
+    /// Whether the queue knows now what it is to know of a request. Of requests with the same number it cannot change one.
+    bool change([[maybe_unused]] const request& r) {
+        if constexpr (changeable_queue<typename Scheduler::queue>) {
+            const auto same = live_.find(r.id);
+            return same != live_.end() && same->second.size() == 1 && queue_.change(r);
+        }
+        return false;
+    }
+
+    /// The queue names no more chunks of a request that nobody wants any more.
+    void cancel([[maybe_unused]] std::uint64_t id) noexcept {
+        if constexpr (cancellable_queue<typename Scheduler::queue>) {
+            if (!live_.contains(id)) {
+                try {
+                    queue_.cancel(id);
+                } catch (...) {  // what it still names is passed over
+                }
+            }
+        }
+    }
+
     void forget(const load_state& load, std::uint32_t number) {
         const auto same = live_.find(load.requests[number].what.id);
         if (same == live_.end()) {
@@ -124,6 +147,10 @@ private:
         if (same->second.empty()) {
             live_.erase(same);
         }
+    }
+
+    [[nodiscard]] static bool sooner(const request& a, const request& b) noexcept {
+        return a.level != b.level ? a.level < b.level : a.deadline < b.deadline;
     }
 
     /// Loads may share a request number; then the most urgent that lacks this chunk gets it.
@@ -136,7 +163,7 @@ private:
         for (const live_request& l : same->second) {
             const planned_request& q = l.load->requests[l.number];
             if (answer.index < q.what.chunks && l.load->taken[q.first_chunk + answer.index] == 0 &&
-                (best == nullptr || q.what.level < best->load->requests[best->number].what.level)) {
+                (best == nullptr || sooner(q.what, best->load->requests[best->number].what))) {
                 best = &l;
             }
         }

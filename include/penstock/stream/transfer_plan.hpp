@@ -35,6 +35,8 @@ struct transfer {
     urgency level = urgency::on_demand;
     const void* lock = nullptr;  ///< set where the stream takes bytes of `file` from where the source has them: see bytes_in_place
     std::uint64_t padding = 0;   ///< bytes behind the destination that belong to nobody: what follows them may come by the same copy
+    std::uint64_t deadline = no_deadline;  ///< in ticks of a clock of the caller's, for schedulers that go by it
+    std::uint32_t weight = 1;              ///< tokens that wait for it, for schedulers that go by them
 };
 
 /// Where the bytes of a chunk are before they are moved.
@@ -104,7 +106,8 @@ inline constexpr std::uint64_t chunk_that_ends_on_a_block = disk_block_bytes;
 
 /// Transfers, ordered by request (first come first) and by where they lie in the source; neighbours in source and destination made one; the
 /// whole cut into chunks. What is smaller than a chunk shares one with what follows it in the same request and file: small tensors, the
-/// rows of a slice. Transfers of zero bytes bring nothing, but their request exists. The most urgent level of its transfers is a request's.
+/// rows of a slice. Transfers of zero bytes bring nothing, but their request exists. Of its transfers, a request has the most urgent level,
+/// the earliest deadline and the greatest weight.
 template <chunking_policy Chunking>
 class transfer_plan {
 public:
@@ -127,8 +130,10 @@ public:
                 }
                 request_of[i] = at->second;
             }
-            urgency& level = parts_.requests[request_of[i]].what.level;
-            level = t.level < level ? t.level : level;
+            request& what = parts_.requests[request_of[i]].what;
+            what.level = std::min(what.level, t.level);
+            what.deadline = std::min(what.deadline, t.deadline);
+            what.weight = std::max(what.weight, t.weight);
             if (t.bytes > 0) {
                 in_order = in_order && (order.empty() || !comes_before(transfers, request_of, i, order.back()));
                 order.push_back(i);
@@ -157,6 +162,7 @@ public:
         for (planned_request& r : parts_.requests) {
             r.first_chunk = first;
             first += r.what.chunks;
+            r.what.chunk_bytes = r.what.chunks == 0 ? 0 : ceil_div(r.bytes, std::uint64_t{r.what.chunks});
         }
     }
 
