@@ -427,3 +427,17 @@ TEST_CASE("newcomers without end starve nobody") {
     CHECK(beside_newcomers<weighted_fair_queue>(64, 100'000) <= newcomers * 64 + 4);
     CHECK(beside_newcomers<weighted_fair_queue>(1000, 100'000) <= newcomers * 1000 + 4);
 }
+
+TEST_CASE("newcomers whose cost is lost beside a large virtual time starve nobody") {
+    weighted_fair_queue q;
+    q.push({.id = 1, .chunks = 4, .chunk_bytes = std::uint64_t{1} << 33});
+    CHECK(q.next() == chunk{1, 0});  // now it is 2^68, and the next number that a double holds is 2^16 more
+    q.push({.id = 2, .chunks = 1, .chunk_bytes = 1 << 10});
+    std::uint64_t newcomers = 0;
+    do {
+        REQUIRE(newcomers < 1000);
+        q.push({.id = 3 + newcomers, .chunks = 1});
+        ++newcomers;
+    } while (q.next()->request != 2);
+    CHECK(newcomers <= (1 << 4) + 1);
+}

@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <concepts>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <optional>
 #include <tuple>
@@ -274,7 +276,8 @@ struct priority {
 /// and is due at the virtual time at which the one before it was due (for the first: the level's virtual time) plus its cost; the chunk that
 /// is due first goes, and moves the level's virtual time to when it was due. While two requests of a level wait, what their chunks have
 /// cost since then differs by no more than the dearest of one and the dearest of the other: one chunk each. A chunk costs more than
-/// nothing, so that the virtual time reaches every chunk that waits, however many others come to its level.
+/// nothing, so that the virtual time reaches every chunk that waits, however many others come to its level; those that are much smaller, or
+/// have many more tokens, may delay it long.
 struct weighted_fair {
     using policy_axis = axis::scheduling;
 
@@ -293,9 +296,10 @@ struct weighted_fair {
             plain_rule::arrive(r);
             r.start = now_[level(r.what)];
         }
-        /// Not before now: a request may have become cheaper while it waited.
+        /// After now, though the cost may be lost in rounding, or the request have become cheaper while it waited.
         double rank_of(const detail::waiting_request<rank>& r) const noexcept {
-            return std::max(r.start + cost(r.what, r.left()), now_[level(r.what)]);
+            constexpr double end = std::numeric_limits<double>::infinity();
+            return std::max(r.start + cost(r.what, r.left()), std::nextafter(now_[level(r.what)], end));
         }
         void serve(detail::waiting_request<rank>& r) noexcept { r.start = now_[level(r.what)] = std::get<1>(r.key); }
         void rest() noexcept { now_ = {}; }  // small numbers are the more exact
