@@ -61,6 +61,24 @@ TEST_CASE("rates at which readers did not wait for the disk say nothing") {
     CHECK(depth.limit() == 2);
 }
 
+TEST_CASE("a depth that there are not enough readers for is given up") {
+    for (const std::uint32_t readers : {3u, 6u, 12u}) {
+        read_depth depth;
+        read_depth::clock::time_point now{};
+        const std::uint32_t best = readers == 3 ? 2 : readers == 6 ? 4 : 8;  // more than that halves the rate
+        int above = 0, all = 0;
+        for (int i = 0; i < 100'000; ++i) {
+            const std::uint32_t under_way = std::min(depth.limit(), readers);
+            const double rate = under_way <= best ? 1e9 * under_way : 0.5e9 * best;
+            now += std::chrono::nanoseconds(static_cast<std::int64_t>(1e9 * (1 << 20) / rate));
+            depth.count(1 << 20, under_way >= depth.limit(), now);
+            above += i > 10'000 && under_way > best;
+            all += i > 10'000;
+        }
+        CHECK(above < all / 10);
+    }
+}
+
 TEST_CASE("reads of several threads are watched, and an error goes out") {
     detail::read_meter meter;
     std::atomic<int> reads{0};

@@ -220,6 +220,17 @@ TEST_CASE("large chunks end on pages of their file") {
     CHECK(plan({t}, chunking::fixed<1_MiB>{}).chunks()[0].bytes == mib / 500 * 500);
 }
 
+TEST_CASE("everything at once is one chunk, from inside a page and with padding too") {
+    std::vector<std::byte> room(3 << 20);
+    transfer t = from_file(1, 0, 100, room.size(), 0);
+    t.destination = room.data();
+    CHECK(plan({t}, chunking::whole{}).chunks().size() == 1);
+    CHECK(plan({t}, chunking::rows<4>{}).chunks().size() == 1);
+    std::vector<transfer> padded{from_file(1, 0, 0, 100, 0), from_file(1, 0, 100, 100, 256)};
+    padded[0].padding = 156;
+    CHECK(plan(padded, chunking::whole{}).chunks().size() == 1);
+}
+
 TEST_CASE("a plan refuses what cannot be brought") {
     transfer t = from_file(9, 0, 0, 10, 0);
     t.destination = nullptr;

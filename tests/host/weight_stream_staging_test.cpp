@@ -105,7 +105,7 @@ TEST_CASE("a chunk is filled by several readers and copied once, at the offset i
         CHECK(tests::holds(std::span(to).subspan(1, to.size() - 2), 1, 100));
         CHECK(to.front() == guard);
         CHECK(to.back() == guard);
-        CHECK(device.enqueued() == (chunk == slot ? 5 : 6));  // the large one ends on a page of the file
+        CHECK(device.enqueued() == 5);
         CHECK(ticket_of_load.report().reads == 5 * (4 + 1));  // parts end at multiples of their size in the file
         stream->stop();
     }
@@ -162,7 +162,6 @@ TEST_CASE("of small chunks there are more in a ring, in its lowest memory, and w
     }
     CHECK(small.size() == 11);  // one whole slot is always asked for
     CHECK(ring.take() == nullptr);
-    CHECK(ring.oldest() == nullptr);
     std::byte* const lowest = small[0]->data;
     for (auto* const s : small) {
         ring.give_back(s);

@@ -71,16 +71,16 @@ public:
         return true;
     }
 
-    /// As ready(), with an error counted as not done: synchronize() reports it.
+    /// Whether the recorded work runs no more: done, or ended by an error, which other calls report.
     [[nodiscard]] bool over() const noexcept {
         if (handle_ == nullptr) {
             return true;
         }
-        const bool done = cudaEventQuery(handle_) == cudaSuccess;
-        if (!done) {
+        const cudaError_t code = cudaEventQuery(handle_);
+        if (code != cudaSuccess) {
             static_cast<void>(cudaGetLastError());
         }
-        return done;
+        return code != cudaErrorNotReady;
     }
 
     /// Work enqueued on `stream` from now on waits for the recorded work. Asynchronous. @throws cuda_error

@@ -71,7 +71,7 @@ public:
     /// How the file's bytes come, for reports: "read, in the page cache". Empty where there is nothing to say.
     [[nodiscard]] virtual std::string condition(std::uint32_t /*file*/) const { return {}; }
 
-    /// How many reads of this file are worth having under way at a time, now. Asked often.
+    /// How many reads of this file by one load are worth having under way at a time, now. Asked often: it does not wait for anything.
     [[nodiscard]] virtual std::uint32_t reads_at_a_time(std::uint32_t /*file*/) const noexcept { return ~std::uint32_t{0}; }
 
     /// Chunks of no more than this suit the file, as far as the source knows; for chunking that follows its source.

@@ -89,8 +89,8 @@ public:
         if (access_ == file_access::buffered) {
             return byte_source::reads_at_a_time(file);
         }
-        const std::lock_guard lock(mutex_);
-        const bool direct = file < files_.size() && (files_[file].direct || files_[file].descriptor < 0);
+        const std::unique_lock lock(mutex_, std::try_to_lock);  // a file that is being opened may take its time
+        const bool direct = !lock.owns_lock() || (file < files_.size() && (files_[file].direct || files_[file].descriptor < 0));
         return direct ? meter_.limit() : byte_source::reads_at_a_time(file);
     }
 

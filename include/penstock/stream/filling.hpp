@@ -41,6 +41,7 @@ struct filling {
     std::uint64_t next;      ///< what comes before it is in the hands of readers, or there
     std::uint32_t busy = 0;  ///< readers that bring a part
     std::uint64_t reads = 0;
+    bool copied = false;       ///< a copy out of the slot may run
     std::exception_ptr error;  ///< the first of its parts
 };
 

@@ -75,7 +75,9 @@ protected:
             }
         }
         arrived.notify_all();
-        if (!failed) {
+        if (failed) {
+            work_.notify_all();
+        } else {
             call_back(load, last);
         }
     }
@@ -103,10 +105,13 @@ protected:
         try {
             load.callback(now);
         } catch (...) {
-            const std::lock_guard lock(mutex);
-            if (!load.error) {
-                queue_.fail(load, std::current_exception());
+            {
+                const std::lock_guard lock(mutex);
+                if (!load.error) {
+                    queue_.fail(load, std::current_exception());
+                }
             }
+            work_.notify_all();
         }
     }
 
@@ -119,6 +124,7 @@ protected:
     }
 
     load_queue<Scheduler> queue_;
+    std::condition_variable work_;  ///< there is something for a reader to do: see the engine
 };
 
 }  // namespace penstock::inline v0_1::detail

@@ -32,6 +32,12 @@ public:
             done_ = 0;
             begin_ = now;
         }
+        unwanted_ = wanted ? 0 : unwanted_ + bytes;
+        if (level_ > best_ && unwanted_ >= window_bytes) {  // there are not as many readers
+            rates_.resize(larger<std::size_t>(rates_.size(), level_ + 1), 0);
+            level_ = best_;
+            return;
+        }
         done_ += bytes;
         if (done_ < window_bytes + bytes || now <= begin_) {
             return;
@@ -70,6 +76,7 @@ private:
     int settled_ = 0;            ///< windows at the best level since another one was looked at
     bool fewer_next_ = false;
     std::uint64_t done_ = 0;
+    std::uint64_t unwanted_ = 0;  ///< bytes that came while fewer reads were under way than the limit allows
     clock::time_point begin_{};
 };
 

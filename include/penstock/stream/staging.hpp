@@ -24,6 +24,9 @@ struct staging_slot {
     std::size_t bytes = 0;
     Marker copied{waiting::sleep};  ///< the last copy out of it: until that is over, its memory must not be filled
     cudaStream_t stream = nullptr;  ///< of that copy
+    int device = -1;                ///< of that stream
+
+    [[nodiscard]] bool goes_with(const staging_slot& other) const noexcept { return stream == other.stream && device == other.device; }
 };
 
 /// The host memory through which bytes reach a device: room for `slots` slots, each of which may be cut to what is needed, so that of small
@@ -106,8 +109,7 @@ public:
 
     /// A whole slot, if there is memory for it or copies are over whose memory it can have.
     [[nodiscard]] slot* take() {
-        const bool several =
-            std::any_of(copying_.begin(), copying_.end(), [&](const slot* s) { return s->stream != copying_.front()->stream; });
+        const bool several = std::any_of(copying_.begin(), copying_.end(), [&](const slot* s) { return !s->goes_with(*copying_.front()); });
         for (auto at = copying_.begin(); at != copying_.end();) {
             if ((*at)->copied.over()) {
                 put_back(**at);
@@ -132,19 +134,6 @@ public:
         return fresh;
     }
 
-    /// Of the running copies the one to wait for where take() gave nothing. Nothing where copies of several streams run, of which any may be
-    /// the next to end: who waits for one of a stream that is held up would wait in vain.
-    [[nodiscard]] slot* oldest() const noexcept {
-        const auto elsewhere = [&](const slot* s) { return s->stream != copying_.front()->stream; };
-        return copying_.empty() || std::any_of(copying_.begin(), copying_.end(), elsewhere) ? nullptr : copying_.front();
-    }
-
-    /// Takes the memory of the oldest copy back, which was waited for, with success or not.
-    void retire_oldest() {
-        put_back(*copying_.front());
-        copying_.pop_front();
-    }
-
     /// Makes a whole slot, which nothing was put in yet, one of `bytes` bytes, in the lowest memory there is for that.
     void cut(slot& s, std::size_t bytes) {
         bytes = round_up(bytes, memory::page_bytes);
@@ -155,7 +144,7 @@ public:
         }
     }
 
-    /// Returns a slot from which a copy may have been enqueued.
+    /// Returns a slot from which a copy was enqueued, or begun to be.
     void give_back(slot* used) { copying_.push_back(used); }
 
     /// Returns a slot that was not used.

@@ -48,8 +48,9 @@ public:
 
     ~stream_engine() override { stop(); }
 
-    static constexpr std::chrono::microseconds between_looks{50};  ///< at copies of several streams, for one that is over
-    static constexpr std::size_t most_open = 2;      ///< chunks with parts to be handed out: a second one where the first has its readers
+    static constexpr std::chrono::microseconds between_looks{50};  ///< at running copies, for one that is over
+    static constexpr std::size_t most_open =
+        4;  ///< chunks with parts to be handed out: a further one where those before have their readers
     static constexpr std::size_t chunks_a_call = 4;  ///< copies of pinned memory that are enqueued together
     static constexpr std::uint64_t default_part_bytes = std::uint64_t{1} << 20;
 
@@ -162,6 +163,7 @@ private:
     using load_book<Scheduler>::call_back;
     using load_book<Scheduler>::leave;
     using load_book<Scheduler>::queue_;
+    using load_book<Scheduler>::work_;
 
     using staging_type = staging<Memory, cuda_pinning, typename Link::marker>;
     using slot_type = typename staging_type::slot;
@@ -228,69 +230,80 @@ private:
         me.stay_near(near_, readers_);
         locked lock(mutex);
         for (;;) {
-            auto next = open_.end();
-            work_.wait(lock, [&] {
-                next = std::find_if(open_.begin(), open_.end(), [](const filling_ptr& f) { return worth_a_reader(*f); });
-                return next != open_.end() || can_open() || failed_rest() != unopened_.end() || (stopping_ && open_.empty());
-            });
-            if (next != open_.end()) {
+            work_.wait(lock, [&] { return something_to_do() || (stopping_ && open_.empty()); });
+            if (const auto next = next_open(); next != open_.end()) {
                 bring_part(lock, me, next);
-            } else if (const auto failed = failed_rest(); failed != unopened_.end()) {
-                const std::shared_ptr<moving_chunk> c = *failed;
-                unopened_.erase(failed);
-                const std::uint64_t rest = c->span() - std::exchange(c->opened, c->span());
-                settle(lock, *c, rest, c->what.load->error);
-            } else if (stopping_) {
+            } else if (failed_rest() != unopened_.end()) {
+                drop_failed_rest(lock);
+            } else if (stopping_ && open_.empty()) {
                 return;
-            } else {
+            } else if (can_open()) {
                 open(lock, me);
             }
         }
     }
 
+    [[nodiscard]] bool something_to_do() noexcept { return next_open() != open_.end() || can_open() || failed_rest() != unopened_.end(); }
+
+    /// Each reader that is about to be busy wakes the next one, as long as there is something for it.
+    void wake_another() noexcept {
+        if (something_to_do()) {
+            work_.notify_one();
+        }
+    }
+
+    /// The first open chunk that one more reader helps: a disk may be the faster with fewer. Of a load that has failed parts are only dropped.
+    [[nodiscard]] auto next_open() noexcept {
+        return std::find_if(open_.begin(), open_.end(), [](const filling_ptr& f) {
+            const load_state& load = f->load();
+            return f->plan().from != bytes_from::file || load.error != nullptr || f->error != nullptr ||
+                   load.reading < larger(1u, load.source->reads_at_a_time(f->plan().file));
+        });
+    }
+
     [[nodiscard]] bool needs_slot() const noexcept { return !unopened_.empty() || queue_.needs_slot(); }
 
-    [[nodiscard]] bool can_open() const noexcept {
-        return open_.size() < most_open && (!unopened_.empty() || !queue_.empty()) && !opening_ && (!needs_slot() || staging_->available());
+    [[nodiscard]] bool can_open() noexcept {
+        return !stopping_ && !opening_ && open_.size() < most_open && next_open() == open_.end() &&
+               (!unopened_.empty() || !queue_.empty()) && (!needs_slot() || staging_->available());
     }
 
     [[nodiscard]] auto failed_rest() noexcept {
         return std::find_if(unopened_.begin(), unopened_.end(), [](const auto& c) { return c->what.load->error != nullptr; });
     }
 
+    /// Ends the rest of a chunk whose load has failed. @pre there is one
+    void drop_failed_rest(locked& lock) {
+        const auto failed = failed_rest();
+        const std::shared_ptr<moving_chunk> c = *failed;
+        unopened_.erase(failed);
+        const std::uint64_t rest = c->span() - std::exchange(c->opened, c->span());
+        settle(lock, *c, rest, c->what.load->error);
+    }
+
     /// Opens the next chunk for all readers, or the next slotful of one that is larger than a slot. The slot comes first and the chunk is
-    /// chosen when the slot is free, so that the most urgent gets the next free slot.
+    /// chosen when the slot is free, so that the most urgent gets the next free slot. Running copies are looked at from time to time, and
+    /// none is waited for: a device that is held up must not hold up what goes elsewhere, or who cancels.
     void open(locked& lock, reader& me) {
         slot_type* slot = nullptr;
-        std::exception_ptr error;
         if (needs_slot()) {
             opening_ = true;
-            while ((slot = staging_->take()) == nullptr && !error && staging_->available()) {
-                if (slot_type* const oldest = staging_->oldest(); oldest != nullptr) {
-                    lock.unlock();
-                    error = await(oldest->copied);
-                    lock.lock();
-                    staging_->retire_oldest();
-                } else {
-                    work_.wait_for(lock, between_looks);
-                }
+            while (!stopping_ && needs_slot() && staging_->available() && (slot = staging_->take()) == nullptr) {
+                slot_came_.wait_for(lock, between_looks);
             }
             opening_ = false;
-            slot = slot == nullptr && error ? staging_->take() : slot;
             if (slot == nullptr) {
-                return;  // readers hold the rest of the memory
+                return wake_another();  // readers hold the rest of the memory, or nobody needs it any more
             }
         }
         const std::shared_ptr<moving_chunk> c = next_chunk();
         const route way = c == nullptr ? route::to_host : c->what.load->routes[c->what.chunk];
         if (slot != nullptr && way != route::staged) {
             staging_->give_back_unused(std::exchange(slot, nullptr));
-            error = nullptr;
         }
         if (c == nullptr) {
             arrived.notify_all();  // a scheduler that lost chunks has failed their loads
-            work_.notify_all();
-            return;
+            return wake_another();
         }
         const std::uint64_t end = slot == nullptr ? c->span() : smaller<std::uint64_t>(c->span(), c->opened + staging_->slot_bytes());
         const auto f = std::make_shared<filling_type>(c, slot, end);
@@ -300,16 +313,13 @@ private:
         if (end < c->span()) {
             unopened_.push_back(c);
         }
-        f->error = std::move(error);
-        if (way == route::as_it_lies || f->error) {
+        if (way == route::as_it_lies) {
             f->next = f->end;
-            work_.notify_one();
+            wake_another();
             finish(lock, me, f);
-            return;
-        }
-        open_.push_back(f);
-        for (std::uint64_t parts = ceil_div(f->end - f->begin, part_bytes_) + 1; parts > 1; --parts) {
-            work_.notify_one();
+        } else {
+            open_.push_back(f);
+            wake_another();
         }
     }
 
@@ -326,13 +336,6 @@ private:
         return j.load == nullptr ? nullptr : std::make_shared<moving_chunk>(std::move(j));
     }
 
-    /// Whether one more reader helps: a disk may be the faster with fewer. Of a load that has failed parts are only dropped.
-    [[nodiscard]] static bool worth_a_reader(const filling_type& f) noexcept {
-        const load_state& load = f.load();
-        return f.plan().from != bytes_from::file || load.error != nullptr || f.error != nullptr ||
-               load.reading < larger(1u, load.source->reads_at_a_time(f.plan().file));
-    }
-
     /// Takes the next part of an open chunk. Of a chunk that will not arrive nothing more is brought.
     void bring_part(locked& lock, reader& me, typename std::deque<filling_ptr>::iterator at) {
         const filling_ptr f = *at;
@@ -346,24 +349,24 @@ private:
             open_.erase(at);
         }
         if (!in_vain) {
+            const std::uint32_t of_file = c.from == bytes_from::file ? 1 : 0;
             ++f->busy;
-            ++load.reading;
-            if (!f->handed_out()) {
-                work_.notify_one();  // more readers may be worth it than were before
-            }
+            load.reading += of_file;
+            wake_another();
             lock.unlock();
             std::uint64_t reads = 0;
             std::byte* const base = f->slot == nullptr ? nullptr : base_of(load, c, *f);
             std::exception_ptr error = attempt([&] { fetch(load, c, from, to, base, reads); });
             lock.lock();
             --f->busy;
-            --load.reading;
+            load.reading -= of_file;
             f->reads += reads;
             if (error && !f->error) {
                 f->error = std::move(error);
             }
         }
         if (f->over()) {
+            wake_another();  // this one may be held up: it copies, serves a window, calls back
             finish(lock, me, f);
         }
     }
@@ -431,25 +434,40 @@ private:
             finish_if_synchronous(load.where);
             return;
         }
-        copy_staged<Link>(load, c, f.begin, f.end, base_of(load, c, f));
+        f.copied = copies_run_on;
+        f.slot->stream = load.where.stream;
+        f.slot->device = load.where.device;
+        try {
+            copy_staged<Link>(load, c, f.begin, f.end, base_of(load, c, f));
+        } catch (...) {  // some of its copies may run
+            mark(f);
+            throw;
+        }
+        mark(f);
+    }
+
+    /// A slot must not be filled while copies out of it run.
+    static void mark(filling_type& f) {
+        const place& where = f.load().where;
         if constexpr (copies_run_on) {
             try {
-                f.slot->stream = load.where.stream;
-                f.slot->copied.record(load.where.stream);
-            } catch (...) {  // the slot must not be filled while the copy reads it
-                Link::finish(load.where);
+                f.slot->copied.record(where.stream);
+            } catch (...) {
+                Link::finish(where);
                 throw;
             }
+        } else {
+            Link::finish(where);
         }
-        finish_if_synchronous(load.where);
     }
 
     /// After a filling: the slot goes back, and with the last of a chunk the load counts.
     void settle(const filling_ptr& f, std::exception_ptr error) {
         locked lock(mutex);
         if (f->slot != nullptr) {
-            staging_->give_back(f->slot);
-            work_.notify_one();
+            f->copied ? staging_->give_back(f->slot) : staging_->give_back_unused(f->slot);
+            slot_came_.notify_one();
+            wake_another();
         }
         f->chunk->reads += f->reads;
         settle(lock, *f->chunk, f->end - f->begin, std::move(error));
@@ -514,20 +532,34 @@ private:
         }
     }
 
-    /// Ends what waits for room of loads that have failed, so that a held-up device does not hold up who cancels.
+    /// Ends what waits of loads that have failed, for room in a window, for a slot or for a reader, so that a held-up device does not hold
+    /// up who cancels.
     void settle_failed() {
-        for (;;) {
-            std::optional<filling_ptr> failed;
-            {
-                const std::lock_guard lock(mutex);
-                for (auto w = windows_.begin(); w != windows_.end() && !failed; ++w) {
-                    failed = w->second.take_failed();
+        for (locked lock(mutex);;) {
+            if (failed_rest() != unopened_.end()) {
+                drop_failed_rest(lock);
+                continue;
+            }
+            filling_ptr failed;
+            for (auto f = open_.begin(); f != open_.end() && failed == nullptr;) {
+                if ((*f)->load().error == nullptr) {
+                    ++f;
+                    continue;
                 }
+                (*f)->next = (*f)->end;
+                failed = (*f)->busy == 0 ? *f : nullptr;  // else the last of its readers ends it
+                f = open_.erase(f);
             }
-            if (!failed) {
-                return;
+            for (auto w = windows_.begin(); w != windows_.end() && failed == nullptr; ++w) {
+                failed = w->second.take_failed().value_or(nullptr);
             }
-            settle(*failed, std::make_exception_ptr(cancelled("penstock: the load has failed")));  // behind the first error
+            if (failed == nullptr) {
+                return wake_another();
+            }
+            lock.unlock();
+            settle(failed, std::make_exception_ptr(cancelled("penstock: the load has failed")));  // behind the first error
+            failed.reset();
+            lock.lock();
         }
     }
 
@@ -538,7 +570,7 @@ private:
     const std::uint64_t part_bytes_;
     const std::size_t readers_;
     std::mutex reserving_;
-    std::condition_variable work_;  ///< a request came, a slot came back, a chunk was opened, the end
+    std::condition_variable slot_came_;  ///< for the reader that opens a chunk
 
     std::unique_ptr<staging_type> staging_;
     std::deque<filling_ptr> open_;                        ///< parts of them are to be handed out

@@ -84,7 +84,7 @@ struct load_state : plan_parts {
     std::uint64_t chunks_left = 0;
     std::uint64_t bytes_done = 0;
     std::uint64_t reads = 0;
-    std::uint32_t reading = 0;    ///< readers that read a file for it
+    std::uint32_t reading = 0;    ///< readers that read its files
     std::uint32_t in_flight = 0;  ///< threads that bring a chunk of this load, or call its callback
     double seconds = 0;
     std::exception_ptr error;  ///< the first; once it is set no further chunk is begun
@@ -204,8 +204,9 @@ private:
     }
 
     void finish() noexcept {
-        on_stop_.reset();          // first, and without the lock, which its callback takes
-        std::exception_ptr error;  // goes with the ticket, not with the reader that happens to be the last to know the load
+        on_stop_.reset();            // first, and without the lock, which its callback takes
+        progress_callback callback;  // goes without the lock: what it holds may ask the stream something when it dies
+        std::exception_ptr error;    // goes with the ticket, not with the reader that happens to be the last to know the load
         if (load_ != nullptr) {
             std::unique_lock lock(engine_->mutex);
             const bool running = !load_->over();
@@ -216,6 +217,7 @@ private:
             lock.lock();
             engine_->arrived.wait(lock, [&] { return load_->over(); });
             error = std::move(load_->error);
+            callback = std::move(load_->callback);
         }
         load_.reset();
         engine_.reset();

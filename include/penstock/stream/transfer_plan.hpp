@@ -148,12 +148,13 @@ public:
             std::uint64_t run = transfers[order[i]].bytes;
             std::size_t j = i + 1;
             for (; j < order.size() && request_of[order[j]] == number && continues(transfers[order[j - 1]], transfers[order[j]]); ++j) {
-                run += transfers[order[j]].bytes;
+                run = static_cast<std::uint64_t>(transfers[order[j]].destination - transfers[order[i]].destination) +
+                      transfers[order[j]].bytes;
             }
             const std::uint64_t row_bytes = transfers[order[i]].row_bytes;
             const std::uint64_t step = larger<std::uint64_t>(chunking.bytes_per_chunk(row_bytes, run), 1);
             for (; i < j; ++i) {
-                cut(transfers[order[i]], number, step);
+                cut(transfers[order[i]], number, step, step >= run);
             }
         }
         close();
@@ -272,20 +273,20 @@ private:
     }
 
     /// Appends a range to the open chunk, as much as it holds, and the rest to new ones.
-    void cut(transfer t, std::uint32_t number, std::uint64_t step) {
+    void cut(transfer t, std::uint32_t number, std::uint64_t step, bool all_at_once) {
         while (t.bytes > 0) {
             const bool joins = open_.pieces > 0 && open_.request == number && open_.file == t.file && open_.from == kind(t) &&
                                step_ == step && row_bytes_ == t.row_bytes;
             const bool next = joins && continues(last_, t);
             const std::uint64_t at =
                 joins ? open_.span + (next ? static_cast<std::uint64_t>(t.destination - last_.destination) - last_.bytes : 0) : 0;
-            const std::uint64_t limit = joins ? limit_ : limit_of(t, step);
+            const std::uint64_t limit = joins ? limit_ : all_at_once ? step : limit_of(t, step);
             const std::uint64_t size = at < limit ? fitting(t, limit - at, step, at == 0) : 0;
             if (!joins || size == 0) {
                 close();
                 open_ = {number, 0, t.file, kind(t), 0, 0, static_cast<std::uint32_t>(parts_.pieces.size()), 0};
                 step_ = step;
-                limit_ = limit_of(t, step);
+                limit_ = all_at_once ? step : limit_of(t, step);
                 row_bytes_ = t.row_bytes;
                 if (joins) {
                     continue;

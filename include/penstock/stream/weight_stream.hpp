@@ -33,7 +33,8 @@ struct stream_options {
 ///
 /// Prefetched and background chunks, staged or pinned, wait until at most `issue_window` of their kind are on the device's copy engine, the
 /// most urgent first; so an urgent load of the same device stands behind that many chunks, and not behind a load or a full ring. A stream
-/// that is held up for long can come to hold all staging: give every device a weight stream of its own, with readers and staging near it.
+/// that is held up for long can come to hold all staging: give every device a weight stream of its own, with readers and staging near it. So may a
+/// load to host memory wait behind chunks that have no room in staging.
 template <class Memory, class Chunking, class Prefetch, class Scheduler>
 class basic_weight_stream {
     static_assert(memory_policy<Memory>, "penstock: weight_stream's memory kind lacks host_accessible, device_accessible or page_aligned");
@@ -99,6 +100,11 @@ public:
         if (!where.on_host()) {
             require_device(where.device, "weight_stream");
             const device_guard on(where.device);
+            if (where.stream == cudaStreamPerThread) {
+                throw configuration_error(
+                    "penstock: weight_stream enqueues copies from several threads, for each of which "
+                    "cudaStreamPerThread is another stream");
+            }
             if (is_capturing(where.stream)) {
                 throw configuration_error("penstock: weight_stream reads files on the host, so a load cannot be captured in a CUDA graph");
             }
