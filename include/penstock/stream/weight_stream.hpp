@@ -290,9 +290,9 @@ struct make_weight_stream {
 
 }  // namespace detail
 
-/// A weight stream from policies in any order. Defaults: pinned staging, chunks of 16 MiB, of 1 MiB from a disk, 64 MiB of them ahead, first come
-/// first served. From the page cache smaller chunks cost the link more (8 MiB: 1 %), and a larger ring is slower, since it leaves the last cache before it is
-/// copied (128 MiB more: 3 to 17 %, as busy as the memory is).
+/// A weight stream from policies in any order. Defaults: pinned staging, chunks of 16 MiB, of 1 MiB from a disk, 64 MiB of them ahead, first
+/// come first served. From the page cache smaller chunks leave gaps on the link, and a larger ring is slower, since it leaves the last cache
+/// before it is copied.
 template <class... Ps>
 using weight_stream = typename detail::make_weight_stream<Ps...>::type;
 
