@@ -1,5 +1,6 @@
 #pragma once
 
+#include <penstock/cuda/event.hpp>
 #include <penstock/stream/filling.hpp>
 
 #include <algorithm>
