@@ -96,30 +96,16 @@ TEST_CASE("readers go on while a callback of the user takes its time") {
     r.e->stop();
 }
 
-TEST_CASE("cancelling does not wait for a held-up device where the only reader waits for a slot") {
-    slow_copies held;
-    held.allow(0);
-    slow_source s;
-    rig<> r(1, std::size_t{1000}, 1u, -1);
-    std::vector<std::byte> a(3000);
-    auto t = std::make_unique<ticket>(r.go({from_file(1, 1, 0, a)}, s, on(held), 3000));
-    held.wait_for_enqueued(1);
-    std::this_thread::sleep_for(50ms);
-    auto f = std::async(std::launch::async, [&] { t.reset(); });
-    CHECK(f.wait_for(2s) == std::future_status::ready);
-    held.allow(100);
-    f.get();
-    slow_link::finish(on(held));
-    r.e->stop();
-}
+namespace {
 
-TEST_CASE("cancelling does not wait for a held-up device where one reader serves its window and one waits for a slot") {
+/// Cancels a load of one chunk larger than a slot, all whose readers wait for a device that is held up.
+void cancel_beside_a_held_device(int readers, std::uint32_t slots, urgency level) {
     slow_copies held;
     held.allow(0);
     slow_source s;
-    rig<> r(2, std::size_t{1000}, 3u, -1, 1u);
+    rig<> r(readers, std::size_t{1000}, slots, -1, 1u);
     std::vector<std::byte> a(9000);
-    auto t = std::make_unique<ticket>(r.go({from_file(1, 1, 0, a, urgency::prefetch)}, s, on(held), 9000));
+    auto t = std::make_unique<ticket>(r.go({from_file(1, 1, 0, a, level)}, s, on(held), 9000));
     held.wait_for_enqueued(1);
     std::this_thread::sleep_for(100ms);
     auto f = std::async(std::launch::async, [&] { t.reset(); });
@@ -128,6 +114,16 @@ TEST_CASE("cancelling does not wait for a held-up device where one reader serves
     f.get();
     slow_link::finish(on(held));
     r.e->stop();
+}
+
+}  // namespace
+
+TEST_CASE("cancelling does not wait for a held-up device where the only reader waits for a slot") {
+    cancel_beside_a_held_device(1, 1, urgency::on_demand);
+}
+
+TEST_CASE("cancelling does not wait for a held-up device where one reader serves its window and one waits for a slot") {
+    cancel_beside_a_held_device(2, 3, urgency::prefetch);
 }
 
 TEST_CASE("a slot that was not used does not stand for the stream that it served before") {

@@ -84,54 +84,49 @@ void copy_staged(const load_state& load, const planned_chunk& c, std::uint64_t f
     copy_all<Link>(load.where, ranges);
 }
 
-/// Enqueues the copies of a chunk from where its bytes lie. Bytes of a source that the device does not take from there are read instead,
-/// through `aside_bytes` of memory, and the source is told so.
+/// Reads bytes of a source that a device does not take from where they lie, and copies them one by one. @return calls of the source
 template <class Link>
-void copy_as_it_lies(const load_state& load, const planned_chunk& c, std::uint64_t aside_bytes, std::uint64_t& reads) {
-    try {
-        std::vector<copy_range> ranges;
-        for (const planned_piece& p : load.pieces_of(c)) {
-            ranges.push_back({p.destination, p.memory, p.bytes});
-        }
-        copy_all<Link>(load.where, ranges);
-    } catch (const cuda_error& refusal) {
-        if (c.from != bytes_from::source_memory || loses_device(refusal.code())) {
-            throw;
-        }
-        load.source->refuse_in_place(c.file, refusal.what());
-        std::vector<std::byte> aside(smaller<std::uint64_t>(c.bytes, aside_bytes));
-        for (const planned_piece& p : load.pieces_of(c)) {
-            for (std::uint64_t at = 0; at < p.bytes;) {
-                const std::span<std::byte> part(aside.data(), smaller<std::uint64_t>(aside.size(), p.bytes - at));
-                load.source->read(c.file, p.offset + at, part);
-                ++reads;
-                Link::copy(load.where, p.destination + at, part.data(), part.size());
-                Link::finish(load.where);
-                at += part.size();
-            }
+std::uint64_t read_instead(const load_state& load, const planned_chunk& c, std::uint64_t aside_bytes) {
+    std::uint64_t reads = 0;
+    std::vector<std::byte> aside(smaller<std::uint64_t>(c.bytes, aside_bytes));
+    for (const planned_piece& p : load.pieces_of(c)) {
+        for (std::uint64_t at = 0; at < p.bytes; ++reads) {
+            const std::span<std::byte> part(aside.data(), smaller<std::uint64_t>(aside.size(), p.bytes - at));
+            load.source->read(c.file, p.offset + at, part);
+            Link::copy(load.where, p.destination + at, part.data(), part.size());
+            Link::finish(load.where);
+            at += part.size();
         }
     }
+    return reads;
 }
 
-/// The same for several chunks, in one call where that works. @return calls of the source
+/// Enqueues the copies of chunks from where their bytes lie, all in one call where that works. Bytes of a source that the device does not
+/// take from there are read instead, through `aside_bytes` of memory, and the source is told so. @return calls of the source
 template <class Link>
-std::uint64_t copy_together(const load_state& load, std::span<const std::uint32_t> chunks, std::uint64_t aside_bytes) {
+std::uint64_t copy_as_they_lie(const load_state& load, std::span<const std::uint32_t> chunks, std::uint64_t aside_bytes) {
     std::vector<copy_range> ranges;
     for (const std::uint32_t number : chunks) {
         for (const planned_piece& p : load.pieces_of(load.chunks[number])) {
             ranges.push_back({p.destination, p.memory, p.bytes});
         }
     }
-    std::uint64_t reads = 0;
     try {
         copy_all<Link>(load.where, ranges);
+        return 0;
     } catch (const cuda_error& refusal) {
-        if (loses_device(refusal.code())) {
+        const planned_chunk& first = load.chunks[chunks.front()];
+        if (loses_device(refusal.code()) || (chunks.size() == 1 && first.from != bytes_from::source_memory)) {
             throw;
         }
-        for (const std::uint32_t number : chunks) {
-            copy_as_it_lies<Link>(load, load.chunks[number], aside_bytes, reads);
+        if (chunks.size() == 1) {
+            load.source->refuse_in_place(first.file, refusal.what());
+            return read_instead<Link>(load, first, aside_bytes);
         }
+    }
+    std::uint64_t reads = 0;
+    for (const std::uint32_t& number : chunks) {
+        reads += copy_as_they_lie<Link>(load, std::span(&number, 1), aside_bytes);
     }
     return reads;
 }

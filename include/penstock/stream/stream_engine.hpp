@@ -1,9 +1,9 @@
 #pragma once
 
-#include <penstock/buffer/host_cores.hpp>
 #include <penstock/stream/issue_window.hpp>
 #include <penstock/stream/load_book.hpp>
-#include <penstock/stream/move_bytes.hpp>
+#include <penstock/stream/move_filling.hpp>
+#include <penstock/stream/reader.hpp>
 #include <penstock/stream/staging.hpp>
 
 #include <map>
@@ -124,8 +124,10 @@ public:
         if (here > 0) {
             this->bring_here(*load, here, copies_run_on ? chunks_a_call : 1, [&](std::span<const std::uint32_t> chunks) {
                 const typename Link::guard on(load->where.device);
-                const std::uint64_t reads = copy_together<Link>(*load, chunks, slot_bytes_);
-                finish_if_synchronous(load->where);
+                const std::uint64_t reads = copy_as_they_lie<Link>(*load, chunks, slot_bytes_);
+                if constexpr (!copies_run_on) {
+                    Link::finish(load->where);
+                }
                 return reads;
             });
         }
@@ -202,28 +204,8 @@ private:
 
     // ---- the readers ----
 
-    /// What a reader keeps: it stays on the device that it served last, and near the first.
-    struct reader {
-        std::optional<typename Link::guard> on;
-        int device = -1;
-        bool placed = false;
-
-        void stay_near(int wanted, std::size_t readers) noexcept {
-            if (wanted >= 0 && !std::exchange(placed, true)) {
-                keep_thread_near(wanted, (readers + 1) / 2);
-            }
-        }
-
-        void serve(int wanted) {
-            if (wanted >= 0 && wanted != device) {
-                device = -1;
-                on.emplace(wanted);
-                device = wanted;
-            }
-        }
-    };
-
     using locked = std::unique_lock<std::mutex>;
+    using reader = reader_of<Link>;
 
     void read_chunks() {
         reader me;
@@ -263,9 +245,10 @@ private:
 
     [[nodiscard]] bool needs_slot() const noexcept { return !unopened_.empty() || queue_.needs_slot(); }
 
-    [[nodiscard]] bool can_open() noexcept {
-        return !stopping_ && !opening_ && open_.size() < most_open && next_open() == open_.end() &&
-               (!unopened_.empty() || !queue_.empty()) && (!needs_slot() || staging_->available());
+    /// Asked where no open chunk wants a reader.
+    [[nodiscard]] bool can_open() const noexcept {
+        return !stopping_ && !opening_ && open_.size() < most_open && (!unopened_.empty() || !queue_.empty()) &&
+               (!needs_slot() || staging_->available());
     }
 
     [[nodiscard]] auto failed_rest() noexcept {
@@ -343,7 +326,7 @@ private:
         const planned_chunk& c = f->plan();
         const std::uint64_t from = f->next;
         const bool in_vain = load.error != nullptr || f->error != nullptr;
-        f->next = in_vain ? f->end : part_end(load, c, *f);
+        f->next = in_vain ? f->end : part_end(*f, part_bytes_);
         const std::uint64_t to = f->next;
         if (f->handed_out()) {
             open_.erase(at);
@@ -355,7 +338,7 @@ private:
             wake_another();
             lock.unlock();
             std::uint64_t reads = 0;
-            std::byte* const base = f->slot == nullptr ? nullptr : base_of(load, c, *f);
+            std::byte* const base = f->slot == nullptr ? nullptr : base_of(*f);
             std::exception_ptr error = attempt([&] { fetch(load, c, from, to, base, reads); });
             lock.lock();
             --f->busy;
@@ -369,17 +352,6 @@ private:
             wake_another();  // this one may be held up: it copies, serves a window, calls back
             finish(lock, me, f);
         }
-    }
-
-    /// Parts of a file end at multiples of their size in it.
-    [[nodiscard]] std::uint64_t part_end(const load_state& load, const planned_chunk& c, const filling_type& f) const noexcept {
-        const std::uint64_t begins = (c.from == bytes_from::file ? load.pieces[c.first_piece].offset : 0) % part_bytes_;
-        return smaller(f.end, round_down(f.next + begins, part_bytes_) + part_bytes_ - begins);
-    }
-
-    /// Where the chunk's span would begin, of which the filling's part is in its slot.
-    static std::byte* base_of(const load_state& load, const planned_chunk& c, const filling_type& f) noexcept {
-        return f.slot->data + (phase_of(load, c) + f.begin) % memory::page_bytes - f.begin;
     }
 
     template <class Work>
@@ -397,12 +369,6 @@ private:
         return attempt([&] { copied.synchronize(); });
     }
 
-    static void finish_if_synchronous(const place& where) {
-        if constexpr (!copies_run_on) {
-            Link::finish(where);
-        }
-    }
-
     /// All parts of a filling are in the slot, or in vain: on to the device with it.
     void finish(locked& lock, reader& me, const filling_ptr& f) {
         load_state& load = f->load();
@@ -418,47 +384,11 @@ private:
             issue(f);
         } else {
             if (to_device && !error) {
-                error = attempt([&] { copy(*f); });
+                error = attempt([&] { copy_filling<Link, copies_run_on>(*f, slot_bytes_); });
             }
             settle(f, std::move(error));
         }
         lock.lock();
-    }
-
-    /// Enqueues what a filling holds.
-    void copy(filling_type& f) {
-        load_state& load = f.load();
-        const planned_chunk& c = f.plan();
-        if (f.slot == nullptr) {
-            copy_as_it_lies<Link>(load, c, slot_bytes_, f.reads);
-            finish_if_synchronous(load.where);
-            return;
-        }
-        f.copied = copies_run_on;
-        f.slot->stream = load.where.stream;
-        f.slot->device = load.where.device;
-        try {
-            copy_staged<Link>(load, c, f.begin, f.end, base_of(load, c, f));
-        } catch (...) {  // some of its copies may run
-            mark(f);
-            throw;
-        }
-        mark(f);
-    }
-
-    /// A slot must not be filled while copies out of it run.
-    static void mark(filling_type& f) {
-        const place& where = f.load().where;
-        if constexpr (copies_run_on) {
-            try {
-                f.slot->copied.record(where.stream);
-            } catch (...) {
-                Link::finish(where);
-                throw;
-            }
-        } else {
-            Link::finish(where);
-        }
     }
 
     /// After a filling: the slot goes back, and with the last of a chunk the load counts.
@@ -520,7 +450,7 @@ private:
                 lock.unlock();
                 if (!error) {
                     error = attempt([&] {
-                        copy(**next);
+                        copy_filling<Link, copies_run_on>(**next, slot_bytes_);
                         window.oldest_copy().record((*next)->load().where.stream);
                         window.became_newest();
                     });
