@@ -74,7 +74,7 @@ TEST_CASE("readers that sleep are woken by what one of them leaves behind, while
 }
 
 TEST_CASE("readers go on while a callback of the user takes its time") {
-    slow_source disk;
+    slow_source disk(5ms);  // long enough for who finds nothing to do to fall asleep
     disk.at_a_time = 1;
     disk.allow(2);
     rig<> r(4, std::size_t{1000}, 8u, -1, 1u);

@@ -1,6 +1,8 @@
 #include "../fault_injection.hpp"
 #include "stream_fakes.hpp"
 
+#include <atomic>
+
 using namespace stream_fakes;
 
 namespace {
@@ -109,6 +111,32 @@ TEST_CASE("a chunk is filled by several readers and copied once, at the offset i
         CHECK(ticket_of_load.report().reads == 5 * (4 + 1));  // parts end at multiples of their size in the file
         stream->stop();
     }
+}
+
+TEST_CASE("bytes lie in staging as far behind a page as in their file") {
+    struct looks_where final : byte_source {
+        void read(std::uint32_t, std::uint64_t offset, std::span<std::byte> into) override {
+            elsewhere += (reinterpret_cast<std::uintptr_t>(into.data()) - offset) % memory::page_bytes != 0;
+            ++reads;
+        }
+        [[nodiscard]] std::string name(std::uint32_t) const override { return "where"; }
+        std::atomic<int> reads{0}, elsewhere{0};
+    } source;
+    slow_copies device;
+    const auto stream = std::make_shared<detail::stream_engine<as_if_pinned, scheduler::fifo, slow_link>>(2, 10'000, 3, -1, 2, 4096);
+    std::vector<std::byte> to(50'000);
+    const transfer t = from_file(1, 1, 12'345, to);
+    for (const std::uint64_t chunk : {10'000u, 50'000u}) {
+        transfer_plan plan(std::span(&t, 1), chunking::run_time{bytes{chunk}});
+        auto load = std::make_shared<detail::load_state>(std::move(plan).take(), source,
+                                                         on_device(0, reinterpret_cast<cudaStream_t>(&device)), nullptr, std::stop_token{});
+        stream->start(load);
+        ticket(stream, std::move(load)).wait();
+    }
+    CHECK(source.reads > 20);
+    CHECK(source.elsewhere == 0);
+    slow_link::finish(on_device(0, reinterpret_cast<cudaStream_t>(&device)));
+    stream->stop();
 }
 
 TEST_CASE("a chunk of many pieces is read, staged and copied whole, scattered or padded") {
