@@ -84,7 +84,8 @@ inline void run_all(session& s, const ps::moe_model& model, const store_words& w
     const float kept = find_kept(s, model);
     const auto nothing = [](auto&, auto&) {};
     if (fits_whole(model, at)) {
-        const ps::bytes staging_alone{std::uint64_t{words.depth} * parse_bytes(words.chunk, 0)};
+        const ps::weight_stream<ps::chunking::run_time, ps::prefetch::run_time> alone({}, {parse_bytes(words.chunk, 0)}, {words.depth});
+        const ps::bytes staging_alone{alone.staging_bytes_needed()};
         run_store(s, "(a) all resident", model, words, {ps::automatic, at.on_host() ? ps::automatic : staging_alone}, kept, nothing);
     }
     store_words naive = words;

@@ -161,7 +161,7 @@ TEST_CASE("S14 the host waits for the routing, whatever delays it, and the copie
     tiny_model tiny;
     const std::vector<float> x = random_states(4, 64);
     const answer want = run<>(tiny, x, {});
-    ps::expert_store<small_chunks> store(tiny.model, slots(tiny, 2, 200), ps::on_device(0));
+    ps::expert_store<small_chunks, few> store(tiny.model, slots(tiny, 2, 200), ps::on_device(0));
     ps::moe_layers<kernels, decltype(store)> layers(store, {.max_tokens = 4});
     auto in = to_device(std::vector<float>(x.size(), 0.0f));
     const auto real = to_device(x);

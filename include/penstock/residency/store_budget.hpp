@@ -84,7 +84,7 @@ inline store_size plan_store(const moe_model& model, budgets limits, int device,
     const std::uint64_t staging = on_host ? 0 : staging_bytes;
     if (host < staging) {
         throw configuration_error("penstock: host budget " + to_string(bytes{host}) + " does not hold the staging ring: " +
-                                  to_string(bytes{staging}) + " are the least (chunk size x prefetch depth)");
+                                  to_string(bytes{staging}) + " are the least (chunk size and a page x prefetch depth)");
     }
     size.host_slots = static_cast<std::uint32_t>(smaller(experts, (host - staging) / size.slot_bytes));
     return size;

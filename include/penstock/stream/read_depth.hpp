@@ -12,8 +12,9 @@
 namespace penstock::inline v0_1::detail {
 
 /// How many direct reads a disk is given at a time. Some are the faster the more they have to do, others lose when requests come out of
-/// order: so two are tried first, then twice as many as long as that brings a tenth more, and the best number is kept. Every now and then
-/// it is tried again with more and with fewer, since others use the disk, too.
+/// order: so four are tried first, then twice as many as long as that brings a tenth more, and the best number is kept. Every now and then
+/// it is tried again with more and with fewer, since others use the disk, too. Fewer than four have to be a tenth faster: rates differ by
+/// that much from one look to the next, and two reads leave most disks something to gain.
 class read_depth {
 public:
     using clock = std::chrono::steady_clock;
@@ -53,7 +54,7 @@ private:
     void choose() {
         if (level_ > best_ && rates_[level_] > worth_it * rates_[best_]) {
             best_ = level_++;  // and on
-        } else if (level_ < best_ && rates_[level_] * worth_it > rates_[best_]) {
+        } else if (level_ < best_ && rates_[level_] * (level_ >= first ? worth_it : 1 / worth_it) > rates_[best_]) {
             best_ = level_;  // as good with less
         } else if (level_ != best_) {
             level_ = best_;
@@ -68,10 +69,11 @@ private:
     }
 
     static constexpr std::uint32_t least = 1;  // two reads: with one, the disk waits for the reader
+    static constexpr std::uint32_t first = 2;
     static constexpr std::uint32_t most = 10;
 
-    std::uint32_t level_ = least;
-    std::uint32_t best_ = least;
+    std::uint32_t level_ = first;
+    std::uint32_t best_ = first;
     std::vector<double> rates_;  ///< the last seen at each level, bytes/s
     int settled_ = 0;            ///< windows at the best level since another one was looked at
     bool fewer_next_ = false;
