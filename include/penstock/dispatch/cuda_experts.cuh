@@ -8,6 +8,7 @@
 #include <penstock/dispatch/cuda_experts.hpp>
 #include <penstock/dispatch/expert_mlp.cuh>
 #include <penstock/dispatch/permutation.cuh>
+#include <penstock/dispatch/route_to_work.cuh>
 #include <penstock/dispatch/routing.cuh>
 
 /// The bodies of executor::cuda, and the macro that puts them in a program.
@@ -34,6 +35,14 @@ template <class... Formats>
 void cuda<Formats...>::permute(const std::int32_t* ids, std::uint32_t pairs, std::uint32_t experts, std::int32_t* rows,
                                std::uint32_t* offsets, std::span<std::byte> scratch) const {
     detail::run_permute(ids, pairs, experts, rows, offsets, scratch, permute_scratch_bytes(pairs, experts), stream_);
+}
+
+template <class... Formats>
+void cuda<Formats...>::route_to_work(const routing_rule& rule, const router_ref& router, const float* logits, std::uint32_t tokens,
+                                     const std::int32_t* live, std::int32_t* ids, float* weights, std::int32_t* rows,
+                                     std::uint32_t* offsets, std::span<std::byte> scratch) const {
+    detail::run_route_to_work(rule, router, logits, tokens, live, ids, weights, rows, offsets, scratch,
+                              route_to_work_scratch_bytes(tokens, rule.top_k, rule.experts), stream_);
 }
 
 template <class... Formats>

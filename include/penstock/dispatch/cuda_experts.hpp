@@ -70,6 +70,19 @@ public:
     void permute(const std::int32_t* ids, std::uint32_t pairs, std::uint32_t experts, std::int32_t* rows, std::uint32_t* offsets,
                  std::span<std::byte> scratch) const;
 
+    /// Bytes of device memory that `route_to_work` needs for `scratch`; what they hold before and after does not matter.
+    [[nodiscard]] static constexpr std::size_t route_to_work_scratch_bytes(std::uint32_t tokens, std::uint32_t top_k,
+                                                                           std::uint32_t experts) noexcept {
+        return permute_scratch_bytes(tokens * top_k, experts);
+    }
+
+    /// `route`, then `permute` of its ids to the rule's experts, with the same bits; one launch where `route_to_work_selector` finds that it
+    /// pays: up to 256 tokens on architectures with clusters, 32 on others. No two launches share anything, so graphs may be replayed as
+    /// they are. @throws configuration_error for a rule that cannot be followed or too little scratch
+    void route_to_work(const routing_rule& rule, const router_ref& router, const float* logits, std::uint32_t tokens,
+                       const std::int32_t* live, std::int32_t* ids, float* weights, std::int32_t* rows, std::uint32_t* offsets,
+                       std::span<std::byte> scratch) const;
+
     /// For each pair p of each work, of token p / k: activated[p] = act(gate x, up x), partial[p] = down activated[p] + bias. Nothing is
     /// written for other pairs. @param input_scale [tokens * k], multiplies the pair's input; may be null.
     /// @pre records start at a multiple of 16. @throws configuration_error if the layout's kind is not among Formats.

@@ -7,39 +7,13 @@
 #include <penstock/cuda/launch.cuh>
 #include <penstock/dispatch/decode.cuh>
 #include <penstock/dispatch/expert_work.hpp>
-#include <penstock/dispatch/routing.hpp>
-
-#include <nv/target>
+#include <penstock/dispatch/warp_routing.cuh>
 
 #include <utility>
 
 /// Logits and the choice of experts.
 
 namespace penstock::inline v0_1 {
-
-/// The lanes of a warp, for `route_token`. @pre every lane of the warp takes part
-struct warp_lanes {
-    PENSTOCK_HD std::uint32_t rank() const noexcept { NV_IF_ELSE_TARGET(NV_IS_DEVICE, (return threadIdx.x % 32;), (return 0;)) }
-
-    PENSTOCK_HD std::uint32_t size() const noexcept { return 32; }
-
-    PENSTOCK_HD void sync() const noexcept { NV_IF_TARGET(NV_IS_DEVICE, (__syncwarp();)) }
-
-    PENSTOCK_HD candidate best_of(candidate mine) const noexcept {
-        NV_IF_TARGET(NV_IS_DEVICE, (for (int distance = 16; distance > 0; distance /= 2) {
-                         const candidate other{__shfl_xor_sync(0xffffffffu, mine.value, distance),
-                                               __shfl_xor_sync(0xffffffffu, mine.index, distance)};
-                         mine = better(other, mine) ? other : mine;
-                     }))
-        return mine;
-    }
-
-    PENSTOCK_HD float sum(float mine) const noexcept {
-        NV_IF_TARGET(NV_IS_DEVICE,
-                     (for (int distance = 16; distance > 0; distance /= 2) { mine += __shfl_xor_sync(0xffffffffu, mine, distance); }))
-        return mine;
-    }
-};
 
 namespace detail {
 
@@ -121,28 +95,34 @@ __global__ __launch_bounds__(logit_warps * 32)
     }
 }
 
-/// A warp routes one token. Dynamic shared memory: `experts` floats a warp.
-template <std::uint32_t Warps>
-__global__ __launch_bounds__(Warps * 32)
-    __attribute__((visibility("hidden"))) void route_tokens(routing_rule rule, const float* correction_bias, const float* logits,
-                                                            std::uint32_t tokens, const std::int32_t* live, std::int32_t* ids,
-                                                            float* weights) {
+/// What a warp gives a token: the choice of `router`, or, for a token past the live ones, nobody.
+template <class Router>
+__device__ lane_choice choose_or_nobody(const Router& router, const typename Router::token_logits& logits, bool is_live) {
+    return is_live ? router.route(logits) : lane_choice{};
+}
+
+/// A warp routes one token. Dynamic shared memory: what the router of each warp needs.
+template <int PerLane, std::uint32_t Warps>
+__global__ __launch_bounds__(Warps * 32, 1)
+    __attribute__((visibility("hidden"))) void route_tokens(const __grid_constant__ routing_rule rule, const float* correction_bias,
+                                                            const float* logits, std::uint32_t tokens, const std::int32_t* live,
+                                                            std::int32_t* ids, float* weights) {
     extern __shared__ float penstock_route_scratch[];
-    const std::uint32_t warp = threadIdx.x / 32;
+    using router_type = warp_router<PerLane>;
+    const std::uint32_t warp = __shfl_sync(whole_warp, threadIdx.x / 32, 0);  // tells the compiler that a warp stays together
+    const std::uint32_t lane = threadIdx.x % 32;
     const std::uint32_t token = blockIdx.x * Warps + warp;
     if (token >= tokens) {
         return;
     }
-    const std::uint64_t first = static_cast<std::uint64_t>(token) * rule.top_k;
-    if (live != nullptr && static_cast<std::int64_t>(token) >= *live) {
-        for (std::uint32_t j = threadIdx.x % 32; j < rule.top_k; j += 32) {
-            ids[first + j] = -1;
-            weights[first + j] = 0.0f;
-        }
-        return;
+    const router_type router(rule, correction_bias, penstock_route_scratch + warp * router_type::scratch_floats(rule.experts));
+    const typename router_type::token_logits mine = router.load(logits + static_cast<std::uint64_t>(token) * rule.experts);
+    const lane_choice choice = choose_or_nobody(router, mine, live == nullptr || static_cast<std::int64_t>(token) < *live);
+    if (lane < rule.top_k) {
+        const std::uint64_t pair = static_cast<std::uint64_t>(token) * rule.top_k + lane;
+        ids[pair] = choice.id;
+        weights[pair] = choice.weight;
     }
-    route_token(warp_lanes{}, rule, logits + static_cast<std::uint64_t>(token) * rule.experts, correction_bias,
-                penstock_route_scratch + warp * rule.experts, ids + first, weights + first);
 }
 
 [[noreturn]] inline void refuse_type(const char* what, dtype type) {
@@ -197,9 +177,11 @@ inline void run_logits(const router_ref& router, const float* x, std::uint32_t t
 inline void run_route(const routing_rule& rule, const router_ref& router, const float* logits, std::uint32_t tokens,
                       const std::int32_t* live, std::int32_t* ids, float* weights, cudaStream_t stream) {
     validate(rule);
-    launch(route_tokens<route_warps>, dim3(static_cast<unsigned>(ceil_div(tokens, route_warps))), dim3(route_warps * 32),
-           std::size_t{route_warps} * rule.experts * sizeof(float), stream, rule, router.correction_bias, logits, tokens, live, ids,
-           weights);
+    visit_registers(rule, [&]<int PerLane>(std::integral_constant<int, PerLane>) {
+        launch(route_tokens<PerLane, route_warps>, dim3(static_cast<unsigned>(ceil_div(tokens, route_warps))), dim3(route_warps * 32),
+               std::size_t{route_warps} * warp_router<PerLane>::scratch_floats(rule.experts) * sizeof(float), stream, rule,
+               router.correction_bias, logits, tokens, live, ids, weights);
+    });
 }
 
 }  // namespace detail
