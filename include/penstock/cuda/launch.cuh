@@ -36,6 +36,15 @@ inline void allow_shared_bytes(const void* kernel, std::size_t shared_bytes) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, granted), "cudaFuncSetAttribute");
 }
 
+/// Of the current device. @throws cuda_error
+inline int multiprocessors() {
+    int device = 0;
+    int count = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+    return count;
+}
+
 }  // namespace detail
 
 /// Enqueues `kernel` on `stream` with `shared_bytes` of dynamic shared memory, for which it opts in where that is more than a kernel gets

@@ -67,14 +67,6 @@ void check_side(const mlp_side& side) {
     }
 }
 
-inline int multiprocessors() {
-    int device = 0;
-    int count = 0;
-    check(cudaGetDevice(&device), "cudaGetDevice");
-    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-    return count;
-}
-
 inline constexpr std::uint32_t input_bytes_per_block = 64 << 10;
 
 template <class Format, int Slots>

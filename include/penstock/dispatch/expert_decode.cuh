@@ -1,0 +1,221 @@
+#pragma once
+
+#ifndef __CUDACC__
+#error "penstock/dispatch/expert_decode.cuh holds kernels: compile this file with nvcc"
+#endif
+
+#include <penstock/cuda/launch.cuh>
+#include <penstock/dispatch/combine.cuh>
+#include <penstock/dispatch/detail/decode_kernel.cuh>
+#include <penstock/dispatch/permutation.cuh>
+
+#include <array>
+#include <optional>
+#include <span>
+#include <string>
+
+namespace penstock::inline v0_1 {
+
+/// What one call computes. Pointers are in memory that the device reads, `out`'s in memory that it writes; hidden states start at a multiple
+/// of 16 bytes.
+struct decode_step {
+    const std::byte* const* records = nullptr;  ///< [experts], each at a multiple of 16 bytes; of experts that no id names, unused
+    activations hidden;                         ///< in the operand's type: f16 for experts in f16, else bf16
+    const std::int32_t* ids = nullptr;          ///< [tokens, k]; outside [0, experts): no expert
+    const float* weights = nullptr;             ///< [tokens, k]; null: every weight is 1
+    const float* input_scale = nullptr;         ///< [tokens, k], multiplies the input of the pair; may be null
+    const float* shared = nullptr;              ///< [tokens, hidden], added; may be null
+    activations_out out;                        ///< [tokens, hidden]
+};
+
+/// The experts of a layer for few tokens each: out[t] = sum over j, ascending, of weights[t, j] * expert ids[t, j] of hidden[t], + shared[t].
+///
+/// One launch reads the weights, each once for up to eight tokens, from wherever `records` point: device, peer or mapped host memory. With
+/// more than 32 pairs two more launches sort them before and add them up after. Inputs, and what lies between the two matrices, are in 16
+/// bits (W.A16); products are added in float32, and so are the outputs of a token's experts. The bits of a pair's result depend on the
+/// record, its layout and the pair's input alone.
+///
+/// After its construction nothing allocates, waits or copies to the device; calls are capturable. Calls that share a workspace follow each
+/// other on one stream. Blocks wait for blocks that run already, never for such as have yet to start: neighbours on other streams
+/// delay a call, and cannot stop it.
+/// @tparam Format of the weights: format::bf16, f16 or fp8_block128
+template <class Format>
+class expert_decode {
+    using fragment = detail::fragment<Format>;
+
+public:
+    static constexpr dtype operand_type = fragment::type == detail::operand::bf16 ? dtype::bf16 : dtype::f16;
+
+    /// For calls of up to `max_tokens` tokens. @param blocks the most blocks that a call may use; 0: as many as the current device holds.
+    /// @throws configuration_error for a layout that serves() refuses, cuda_error
+    expert_decode(const expert_layout& layout, std::uint32_t experts, std::uint32_t max_tokens, std::uint32_t k, std::uint32_t blocks = 0)
+        : experts_(experts), max_tokens_(max_tokens), k_(k) {
+        if (const auto why = refusal(layout)) {
+            throw configuration_error("penstock: expert_decode: " + *why);
+        }
+        if (k == 0 || static_cast<std::uint64_t>(max_tokens) * k > 1u << 30) {
+            throw configuration_error("penstock: expert_decode of " + std::to_string(max_tokens) + " tokens and top-" + std::to_string(k));
+        }
+        arguments_.phase[0] = phase(layout.gate, layout.up, 8, 0);
+        arguments_.phase[1] = phase(layout.down, layout.down, 16, 8);
+        arguments_.rule = rule_of(layout);
+        arguments_.experts = experts;
+        arguments_.k = k;
+        blocks_[0] = blocks_of(detail::decode_experts<Format, 1>, shared_bytes<1>(), blocks);
+        blocks_[1] = blocks_of(detail::decode_experts<Format, 8>, shared_bytes<8>(), blocks);
+    }
+
+    /// Why a layout is not served, if it is not: rows are contiguous, start at multiples of 16 bytes and hold whole multiples of 16 bytes.
+    [[nodiscard]] static std::optional<std::string> refusal(const expert_layout& layout) {
+        if (layout.kind != Format::kind) {
+            return "made for " + std::string(name(Format::kind)) + ", the experts are " + std::string(name(layout.kind));
+        }
+        if (layout.hidden() == 0 || layout.intermediate() == 0 || layout.up.rows != layout.gate.rows || layout.up.cols != layout.gate.cols ||
+            layout.down.rows != layout.hidden() || layout.down.cols != layout.intermediate()) {
+            return "the expert's matrices do not fit each other";
+        }
+        for (const matrix_layout* m : {&layout.gate, &layout.up, &layout.down}) {
+            const auto whole = [](std::uint64_t elements) { return elements * Format::bits % 128 == 0; };
+            if (m->col_stride != 1 || m->offset % 16 != 0 || !whole(m->row_stride) || !whole(m->cols)) {
+                return "rows that are not contiguous, or no whole multiples of 16 bytes";
+            }
+            if (detail::decoder<Format>::scaled && m->scale_offset % sizeof(float) != 0) {
+                return "scales that start at no multiple of 4 bytes";
+            }
+        }
+        return {};
+    }
+
+    /// Bytes of device memory that calls need, at a multiple of 256. The owner zeroes the first counter_bytes() once, before the first call;
+    /// each call leaves them zero.
+    [[nodiscard]] std::size_t workspace_bytes() const noexcept { return places().bytes; }
+    [[nodiscard]] std::size_t counter_bytes() const noexcept { return places().activated; }
+
+    /// Enqueues one step. @throws configuration_error for what does not fit the constructor's arguments, cuda_error
+    void enqueue(const decode_step& step, std::span<std::byte> workspace, cudaStream_t stream) const {
+        const std::uint32_t tokens = step.hidden.tokens;
+        if (tokens == 0) {
+            return;
+        }
+        refuse_wrong(step, workspace);
+        const workspace_places at = places();
+        detail::decode_arguments a = arguments_;
+        a.records = step.records;
+        a.pairs = tokens * k_;
+        a.hidden = step.hidden.data;
+        a.ids = step.ids;
+        a.input_scale = step.input_scale;
+        a.weights = step.weights;
+        a.shared = step.shared;
+        a.activated = reinterpret_cast<std::uint16_t*>(workspace.data() + at.activated);
+        a.partial = reinterpret_cast<float*>(workspace.data() + at.partial);
+        a.counters = reinterpret_cast<std::uint32_t*>(workspace.data());
+        a.most_groups = most_groups();
+        a.out = step.out.data;
+        a.out_type = step.out.type;
+        a.combines = a.pairs <= detail::decode_pairs_without_sorting;
+        if (!a.combines) {
+            auto* rows = reinterpret_cast<std::int32_t*>(workspace.data() + at.rows);
+            auto* offsets = reinterpret_cast<std::uint32_t*>(workspace.data() + at.offsets);
+            detail::run_permute(step.ids, a.pairs, experts_, rows, offsets, {workspace.data() + at.scratch, at.scratch_bytes},
+                                at.scratch_bytes, stream);
+            a.rows = rows;
+            a.offsets = offsets;
+        }
+        if (tokens == 1) {
+            launch(detail::decode_experts<Format, 1>, dim3(blocks_[0]), dim3(detail::decode_warps * 32), shared_bytes<1>(), stream, a);
+        } else {
+            launch(detail::decode_experts<Format, 8>, dim3(blocks_[1]), dim3(detail::decode_warps * 32), shared_bytes<8>(), stream, a);
+        }
+        if (!a.combines) {
+            detail::run_combine(a.partial, step.ids, step.weights, k_, step.shared, step.out, stream);
+        }
+    }
+
+private:
+    struct workspace_places {
+        std::size_t activated, partial, rows, offsets, scratch, scratch_bytes, bytes;
+    };
+
+    /// Pairs visit at most so many groups of tokens that a stage holds.
+    [[nodiscard]] std::uint32_t most_groups() const noexcept { return max_tokens_ * k_; }
+
+    [[nodiscard]] workspace_places places() const noexcept {
+        workspace_places at{};
+        const std::uint64_t pairs = static_cast<std::uint64_t>(max_tokens_) * k_;
+        const std::uint64_t hidden = arguments_.phase[1].half[0].rows;
+        std::size_t used = 0;
+        const auto place = [&](std::uint64_t bytes) {
+            const std::size_t here = used;
+            used += round_up(bytes, 256);
+            return here;
+        };
+        place((2 + most_groups() + ceil_div(hidden, 16)) * sizeof(std::uint32_t));
+        at.activated = place(pairs * arguments_.phase[1].cols * 2);
+        at.partial = place(pairs * hidden * sizeof(float));
+        at.rows = place(pairs * sizeof(std::int32_t));
+        at.offsets = place((static_cast<std::uint64_t>(experts_) + 1) * sizeof(std::uint32_t));
+        at.scratch_bytes = executor::cuda<>::permute_scratch_bytes(static_cast<std::uint32_t>(pairs), experts_);
+        at.scratch = place(at.scratch_bytes);
+        at.bytes = used;
+        return at;
+    }
+
+    template <std::uint32_t Tokens>
+    [[nodiscard]] std::size_t shared_bytes() const noexcept {
+        using ring = detail::decode_ring<Format, Tokens>;
+        const std::uint64_t pairs = static_cast<std::uint64_t>(Tokens == 1 ? 1 : max_tokens_) * k_;
+        return ring::bytes + ring::sums_bytes + smaller<std::uint64_t>(pairs, experts_) * sizeof(detail::decode_work);
+    }
+
+    static detail::decode_phase phase(const matrix_layout& upper, const matrix_layout& lower, std::uint32_t step, std::uint32_t shift) {
+        detail::decode_phase p{};
+        p.half[0] = upper;
+        p.half[1] = lower;
+        p.step = step;
+        p.shift = shift;
+        p.cols = upper.cols;
+        p.row_bytes = static_cast<std::uint32_t>(static_cast<std::uint64_t>(upper.cols) * Format::bits / 8);
+        p.stages = static_cast<std::uint32_t>(ceil_div(p.row_bytes, detail::decode_row_bytes));
+        p.split = p.stages >= 16 ? 8 : p.stages >= 4 ? 4 : p.stages >= 2 ? 2 : 1;
+        p.items = static_cast<std::uint32_t>(ceil_div(ceil_div(upper.rows, step), detail::decode_warps / p.split));
+        return p;
+    }
+
+    /// Blocks that the current device holds, at most `limit`. Loads the kernel.
+    static std::uint32_t blocks_of(void (*kernel)(detail::decode_arguments), std::size_t bytes, std::uint32_t limit) {
+        int on_each = 0;
+        detail::allow_shared_bytes(reinterpret_cast<const void*>(kernel), bytes);
+        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&on_each, kernel, detail::decode_warps * 32, bytes),
+              "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+        const auto most = static_cast<std::uint32_t>(on_each * detail::multiprocessors());
+        return limit > 0 ? smaller(limit, most) : most;
+    }
+
+    void refuse_wrong(const decode_step& step, std::span<std::byte> workspace) const {
+        const std::uint32_t hidden = arguments_.phase[0].cols;
+        const auto refuse = [](const std::string& what) { throw configuration_error("penstock: expert_decode: " + what); };
+        if (step.hidden.tokens > max_tokens_) {
+            refuse(std::to_string(step.hidden.tokens) + " tokens, made for " + std::to_string(max_tokens_));
+        }
+        if (step.hidden.type != operand_type || step.hidden.hidden != hidden || reinterpret_cast<std::uintptr_t>(step.hidden.data) % 16 != 0) {
+            refuse("hidden states have to be " + std::string(name(operand_type)) + ", " + std::to_string(hidden) +
+                   " a token, and start at a multiple of 16 bytes");
+        }
+        if (step.out.tokens != step.hidden.tokens || step.out.hidden != hidden) {
+            refuse("the output is not as large as the hidden states");
+        }
+        if (workspace.size() < workspace_bytes() || reinterpret_cast<std::uintptr_t>(workspace.data()) % 256 != 0) {
+            refuse("the workspace has " + std::to_string(workspace.size()) + " bytes, " + std::to_string(workspace_bytes()) +
+                   " are needed, at a multiple of 256");
+        }
+    }
+
+    detail::decode_arguments arguments_{};
+    std::uint32_t experts_;
+    std::uint32_t max_tokens_;
+    std::uint32_t k_;
+    std::array<std::uint32_t, 2> blocks_{};
+};
+
+}  // namespace penstock::inline v0_1
