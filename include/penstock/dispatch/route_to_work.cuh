@@ -9,9 +9,9 @@
 #include <penstock/dispatch/routing.cuh>
 
 /// Logits to the sorted work list in one launch. The blocks of one cluster share the tokens; a warp routes a token and notes, in the
-/// block's shared memory, who visits each expert: one bit a token. Then each block counts the visitors of all blocks and so knows where
-/// its own pairs go. Bits are in the order of the tokens, so the list is sorted whatever the order in which they were noted. Nothing is
-/// kept between launches.
+/// block's shared memory, who visits each expert: one bit a token. Each block sends its notes to the others, counts the visitors of all
+/// and so knows where its own pairs go. Bits are in the order of the tokens, so the list is sorted whatever the order in which they were
+/// noted. Nothing is kept between launches.
 
 namespace penstock::inline v0_1 {
 
@@ -88,10 +88,13 @@ __global__ __launch_bounds__(route_to_work_shape::most_warps * 32, 1)
         std::uint16_t token;  ///< of this block's
         std::int16_t expert;
     };
-    __shared__ std::uint32_t visitors[max_experts];  // bit t: this block's token t visits the expert
-    __shared__ std::uint32_t places[max_experts];    // where this block's pairs of the expert go
+    // Bit t of visitors[b][e]: token t of block b visits expert e.
+    __shared__ alignas(16) std::uint32_t visitors[shape::most_blocks][max_experts];
+    __shared__ std::uint32_t places[max_experts];  // where this block's pairs of the expert go
     __shared__ chosen_pair chosen[shape::most_tokens_each * max_top_k];
+    __shared__ float chosen_weights[shape::most_tokens_each * max_top_k];
     __shared__ std::uint32_t totals[shape::most_warps];
+    __shared__ shared_inbox inbox;
     extern __shared__ float penstock_route_scratch[];
 
     const std::uint32_t warp = __shfl_sync(whole_warp, threadIdx.x / 32, 0);  // tells the compiler that a warp stays together
@@ -100,40 +103,52 @@ __global__ __launch_bounds__(route_to_work_shape::most_warps * 32, 1)
     const std::uint32_t blocks = gridDim.x;
     const std::uint32_t first = blockIdx.x * tokens_each;
     const std::uint32_t count = first < tokens ? smaller(tokens_each, tokens - first) : 0;
+    const auto quads = static_cast<std::uint32_t>(ceil_div(rule.experts, 4));
+    std::uint32_t* mine = visitors[blockIdx.x];
 
     // The first token's logits are on their way while the block clears its words.
     const router_type router(rule, correction_bias, penstock_route_scratch + warp * router_type::scratch_floats(rule.experts));
-    typename router_type::token_logits next{};
+    typename router_type::token_logits held{};
     if (warp < count) {
-        next = router.load(logits + static_cast<std::uint64_t>(first + warp) * rule.experts);
+        held = router.load(logits + static_cast<std::uint64_t>(first + warp) * rule.experts);
     }
     const std::int64_t alive = live != nullptr ? *live : std::int64_t{tokens};
-    for (std::uint32_t e = threadIdx.x; e < rule.experts; e += blockDim.x) {
-        visitors[e] = 0;
+    for (std::uint32_t q = threadIdx.x; q < quads; q += blockDim.x) {
+        reinterpret_cast<uint4*>(mine)[q] = uint4{0, 0, 0, 0};
+    }
+    if (blocks > 1) {
+        if (threadIdx.x == 0) {
+            inbox.open((blocks - 1) * quads * static_cast<std::uint32_t>(sizeof(uint4)));
+        }
+        cluster_arrive();
     }
     __syncthreads();
 
     for (std::uint32_t t = warp; t < count; t += warps) {
-        const typename router_type::token_logits current = next;
-        if (t + warps < count) {
-            next = router.load(logits + static_cast<std::uint64_t>(first + t + warps) * rule.experts);
-        }
-        const lane_choice choice = choose_or_nobody(router, current, std::int64_t{first + t} < alive);
+        const lane_choice choice = choose_or_nobody(router, held, std::int64_t{first + t} < alive);
         if (lane < rule.top_k) {
             if (choice.id >= 0) {
-                atomicOr(&visitors[choice.id], 1u << t);
+                atomicOr(&mine[choice.id], 1u << t);
             }
             chosen[t * rule.top_k + lane] = {static_cast<std::uint16_t>(t), static_cast<std::int16_t>(choice.id)};
-            const std::uint64_t pair = static_cast<std::uint64_t>(first + t) * rule.top_k + lane;
-            ids[pair] = choice.id;
-            weights[pair] = choice.weight;
+            chosen_weights[t * rule.top_k + lane] = choice.weight;
+        }
+        if (t + warps < count) {
+            held = router.load(logits + static_cast<std::uint64_t>(first + t + warps) * rule.experts);
         }
     }
-    if (blocks == 1) {
-        __syncthreads();
-    } else {
-        cluster_arrive();
-        cluster_wait();
+    if (blocks > 1) {
+        cluster_wait();  // every inbox is open
+    }
+    __syncthreads();
+    if (blocks > 1) {
+        for (std::uint32_t b = warp; b < blocks; b += warps) {
+            for (std::uint32_t q = lane; q < quads && b != blockIdx.x; q += 32) {
+                const uint4* from = reinterpret_cast<const uint4*>(mine) + q;
+                inbox.send(b, from, *from);
+            }
+        }
+        inbox.wait();
     }
 
     std::uint32_t before_experts = 0;
@@ -142,20 +157,10 @@ __global__ __launch_bounds__(route_to_work_shape::most_warps * 32, 1)
         std::uint32_t all_blocks = 0;
         std::uint32_t earlier_blocks = 0;
         if (e < rule.experts) {
-            if (blocks == 1) {
-                all_blocks = static_cast<std::uint32_t>(__popc(visitors[e]));
-            } else {
-                std::uint32_t words[shape::most_blocks];
-#pragma unroll
-                for (std::uint32_t b = 0; b < shape::most_blocks; ++b) {  // all on their way at once; a block past the last asks the first
-                    words[b] = load_of_block(&visitors[e], b < blocks ? b : 0);
-                }
-#pragma unroll
-                for (std::uint32_t b = 0; b < shape::most_blocks; ++b) {
-                    const std::uint32_t n = b < blocks ? static_cast<std::uint32_t>(__popc(words[b])) : 0;
-                    all_blocks += n;
-                    earlier_blocks += b < blockIdx.x ? n : 0;
-                }
+            for (std::uint32_t b = 0; b < blocks; ++b) {
+                const auto n = static_cast<std::uint32_t>(__popc(visitors[b][e]));
+                all_blocks += n;
+                earlier_blocks += b < blockIdx.x ? n : 0;
             }
         }
         if (e0 > 0) {
@@ -174,19 +179,16 @@ __global__ __launch_bounds__(route_to_work_shape::most_warps * 32, 1)
     if (blockIdx.x == 0 && threadIdx.x == 0) {
         offsets[rule.experts] = before_experts;
     }
-    if (blocks > 1) {
-        cluster_arrive();  // this block has read what it wanted
-    }
     __syncthreads();
     for (std::uint32_t p = threadIdx.x; p < count * rule.top_k; p += blockDim.x) {
         const chosen_pair pair = chosen[p];
+        const std::uint32_t number = first * rule.top_k + p;
+        ids[number] = pair.expert;
+        weights[number] = chosen_weights[p];
         if (pair.expert >= 0) {
-            const std::uint32_t earlier = visitors[pair.expert] & ((1u << pair.token) - 1);
-            rows[places[pair.expert] + static_cast<std::uint32_t>(__popc(earlier))] = static_cast<std::int32_t>(first * rule.top_k + p);
+            const std::uint32_t earlier = mine[pair.expert] & ((1u << pair.token) - 1);
+            rows[places[pair.expert] + static_cast<std::uint32_t>(__popc(earlier))] = static_cast<std::int32_t>(number);
         }
-    }
-    if (blocks > 1) {
-        cluster_wait();  // others may still read this block's words
     }
 }
 

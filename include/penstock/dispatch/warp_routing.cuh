@@ -126,7 +126,7 @@ public:
         }
         lane_choice choice{choose(key), 0.0f};
         const bool one_of_them = lane() < rule_.top_k;
-        const float logit = one_of_them ? logits.row[choice.id] : not_eligible;
+        const float logit = one_of_them ? __ldg(logits.row + choice.id) : not_eligible;
         if (rule_.softmax_after_top_k) {
             const float peak = value_of(__reduce_max_sync(whole_warp, key_of(nan_to_lowest(logit))));
             const float mine = is_nan(logit) ? 0.0f : exp_below(logit, peak);
@@ -224,37 +224,46 @@ private:
         for (int g = 0; g < PerLane; ++g) {
             first[g] = key[g];
         }
-#pragma unroll
-        for (int half = PerLane / 2; half > 0; half /= 2) {
-            const unsigned distance = static_cast<unsigned>(half) * lanes_each;
-            const bool upper = (lane() & distance) != 0;
-#pragma unroll
-            for (int g = 0; g < half; ++g) {
-                const std::uint32_t others_first = __shfl_xor_sync(whole_warp, upper ? first[g] : first[g + half], distance);
-                const std::uint32_t others_second =
-                    half == PerLane / 2 ? 0 : __shfl_xor_sync(whole_warp, upper ? second[g] : second[g + half], distance);
-                first[g] = upper ? first[g + half] : first[g];
-                second[g] = upper ? second[g + half] : second[g];
-                merge_best_two(first[g], second[g], others_first, others_second);
-            }
-        }
+        halve_groups<PerLane / 2>(first, second);
 #pragma unroll
         for (unsigned distance = lanes_each / 2; distance > 0; distance /= 2) {
             const std::uint32_t others_first = __shfl_xor_sync(whole_warp, first[0], distance);
             merge_best_two(first[0], second[0], others_first, __shfl_xor_sync(whole_warp, second[0], distance));
         }
         const bool both = rule_.rank_groups_by == group_score::sum_of_two;
-        const candidate mine{nan_to_lowest(both ? value_of(first[0]) + value_of(second[0]) : value_of(first[0])),
-                             static_cast<std::int32_t>(lane() / lanes_each)};
+        const std::uint32_t mine = key_of(nan_to_lowest(both ? value_of(first[0]) + value_of(second[0]) : value_of(first[0])));
+        const std::uint32_t group = lane() / lanes_each;
         std::uint32_t better_ones = 0;
 #pragma unroll
-        for (int g = 0; g < PerLane; ++g) {
-            better_ones += better(candidate{__shfl_sync(whole_warp, mine.value, g * static_cast<int>(lanes_each)), g}, mine) ? 1u : 0u;
+        for (std::uint32_t g = 0; g < PerLane; ++g) {
+            const std::uint32_t other = __shfl_sync(whole_warp, mine, static_cast<int>(g * lanes_each));
+            better_ones += other + (g < group ? 1 : 0) > mine ? 1 : 0;  // of equal ones the earlier is better
         }
-        const unsigned kept = __ballot_sync(whole_warp, better_ones < rule_.groups_kept && lane() / lanes_each < rule_.groups);
+        const unsigned kept = __ballot_sync(whole_warp, better_ones < rule_.groups_kept && group < rule_.groups);
 #pragma unroll
         for (int g = 0; g < PerLane; ++g) {
             key[g] = (kept >> (static_cast<unsigned>(g) * lanes_each) & 1u) != 0 ? key[g] : 0;
+        }
+    }
+
+    /// One halving, to `Half` groups a lane, and those after it. At the first one no group has a second best yet.
+    template <int Half>
+    __device__ static void halve_groups(std::uint32_t (&first)[PerLane], std::uint32_t (&second)[PerLane]) {
+        constexpr unsigned distance = 32 / PerLane * Half;
+        const bool upper = (lane() & distance) != 0;
+#pragma unroll
+        for (int g = 0; g < Half; ++g) {
+            const std::uint32_t others_first = __shfl_xor_sync(whole_warp, upper ? first[g] : first[g + Half], distance);
+            std::uint32_t others_second = 0;
+            if constexpr (Half != PerLane / 2) {
+                others_second = __shfl_xor_sync(whole_warp, upper ? second[g] : second[g + Half], distance);
+            }
+            first[g] = upper ? first[g + Half] : first[g];
+            second[g] = upper ? second[g + Half] : second[g];
+            merge_best_two(first[g], second[g], others_first, others_second);
+        }
+        if constexpr (Half > 1) {
+            halve_groups<Half / 2>(first, second);
         }
     }
 
@@ -276,11 +285,13 @@ private:
             }
             best = __reduce_max_sync(whole_warp, best);
             std::uint32_t at = max_experts;
+            std::uint32_t at_upper = max_experts;  // a chain of its own, beside the other
 #pragma unroll
-            for (int j = PerLane - 1; j >= 0; --j) {
+            for (int j = PerLane / 2 - 1; j >= 0; --j) {
                 at = key[j] == best ? expert(j) : at;
+                at_upper = key[j + PerLane / 2] == best ? expert(j + PerLane / 2) : at_upper;
             }
-            at = __reduce_min_sync(whole_warp, at);
+            at = __reduce_min_sync(whole_warp, smaller(at, at_upper));
 #pragma unroll
             for (int j = 0; j < PerLane; ++j) {
                 key[j] = at == expert(j) ? 0 : key[j];

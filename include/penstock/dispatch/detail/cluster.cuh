@@ -24,31 +24,64 @@ inline bool knows_clusters(const void* kernel) {
     return about.ptxVersion >= 90;
 }
 
-/// What every thread of the grid's blocks wrote to shared memory before is seen by those that return from `cluster_wait` after. All
-/// threads call both, in turn.
+/// Every block of the cluster is running, and has done what it did before `cluster_arrive`, when `cluster_wait` returns. That says nothing
+/// of memory other than a `shared_inbox`. All threads call both, in turn.
 __device__ inline void cluster_arrive() {
-    NV_IF_TARGET(NV_PROVIDES_SM_90, (asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");))
+    NV_IF_TARGET(NV_PROVIDES_SM_90, (__syncwarp(); asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");))
 }
 
 __device__ inline void cluster_wait() {
-    NV_IF_TARGET(NV_PROVIDES_SM_90, (asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");))
+    NV_IF_TARGET(NV_PROVIDES_SM_90, (__syncwarp(); asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");))
 }
 
-/// What lies at `mine`, an address of this block's shared memory, in block `block` of the cluster.
-__device__ inline std::uint32_t load_of_block(const std::uint32_t* mine, std::uint32_t block) {
-    std::uint32_t value = 0;
-    NV_IF_ELSE_TARGET(NV_PROVIDES_SM_90,
-                      (const auto here = static_cast<std::uint32_t>(__cvta_generic_to_shared(mine)); std::uint32_t there = 0;
-                       asm("mapa.shared::cluster.u32 %0, %1, %2;"
-                           : "=r"(there)
-                           : "r"(here), "r"(block));
-                       asm volatile("ld.shared::cluster.u32 %0, [%1];"
-                                    : "=r"(value)
-                                    : "r"(there)
-                                    : "memory");),
-                      (value = *mine; static_cast<void>(block);))
-    return value;
-}
+/// Counts what other blocks of the cluster write into this block's shared memory. To lie in shared memory, at the same place in all.
+class shared_inbox {
+public:
+    /// By one thread, before `cluster_arrive`. @param bytes that the others are going to send, all together
+    __device__ void open(std::uint32_t bytes) {
+        NV_IF_TARGET(NV_PROVIDES_SM_90,
+                     (asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(&arrived_))
+                                   : "memory");
+                      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&arrived_)), "r"(bytes)
+                                   : "memory");
+                      asm volatile("fence.mbarrier_init.release.cluster;" ::
+                                       : "memory");))
+        static_cast<void>(bytes);
+    }
+
+    /// Writes to the place in `block` that `place` is in this block. @pre cluster_wait has returned
+    __device__ void send(std::uint32_t block, const uint4* place, const uint4& value) const {
+        NV_IF_TARGET(NV_PROVIDES_SM_90,
+                     (asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                                       address_in(block, place)),
+                                   "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(address_in(block, &arrived_))
+                                   : "memory");))
+        static_cast<void>(block), static_cast<void>(place), static_cast<void>(value);
+    }
+
+    /// Returns when all has come, and is seen by the calling thread.
+    __device__ void wait() const {
+        NV_IF_TARGET(
+            NV_PROVIDES_SM_90, (std::uint32_t done = 0; while (done == 0) {
+                asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+                             : "=r"(done)
+                             : "r"(address(&arrived_))
+                             : "memory");
+            }))
+    }
+
+private:
+    __device__ static std::uint32_t address(const void* shared) { return static_cast<std::uint32_t>(__cvta_generic_to_shared(shared)); }
+
+    __device__ static std::uint32_t address_in(std::uint32_t block, const void* shared) {
+        std::uint32_t there = 0;
+        NV_IF_TARGET(NV_PROVIDES_SM_90, (asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address(shared)), "r"(block));))
+        static_cast<void>(block), static_cast<void>(shared);
+        return there;
+    }
+
+    std::uint64_t arrived_;
+};
 
 /// As `launch`, with a grid of `blocks` blocks that form one cluster.
 template <class... Params, class... Args>
