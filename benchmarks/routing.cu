@@ -85,6 +85,8 @@ struct work_list {
 class graph_of_calls {
 public:
     graph_of_calls(cudaStream_t stream, const std::function<void(std::uint32_t)>& call) : stream_(stream) {
+        call(0);  // brings the kernels to the device
+        ps::check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
         cudaGraph_t graph = nullptr;
         ps::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
         for (std::uint32_t i = 0; i < calls; ++i) {
