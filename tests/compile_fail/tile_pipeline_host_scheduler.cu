@@ -3,7 +3,7 @@
 namespace ps = penstock;
 using namespace ps::literals;
 
-// expected-error {{"penstock: tile_pipeline needs a scheduler with a device facet, order: scheduler::fifo or round_robin"}}
+// expected-error {{"penstock: tile_pipeline needs a scheduler with a device facet: scheduler::fifo, round_robin or first_come"}}
 #ifdef PENSTOCK_CORRECT
 using product = ps::tile_pipeline<ps::scheduler::round_robin>;
 #else

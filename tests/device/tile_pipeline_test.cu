@@ -1,4 +1,5 @@
 #include <penstock/cuda/launch.cuh>
+#include <penstock/cuda/stream.hpp>
 #include <penstock/dispatch/tile_pipeline.cuh>
 
 #include "device_memory.hpp"
@@ -7,6 +8,7 @@
 
 #include <cuda_bf16.h>
 
+#include <algorithm>
 #include <concepts>
 
 namespace ps = penstock;
@@ -20,12 +22,25 @@ static_assert(std::same_as<ps::tile_pipeline<ps::memory::peer>::memory, ps::memo
 static_assert(ps::tile_pipeline<ps::prefetch::none>::stages == 1);
 static_assert(ps::tile_pipeline<ps::prefetch::budget<32_KiB>>::stages == 4);
 
+static_assert(std::same_as<ps::tile_pipeline<ps::copies::bulk, ps::caching::normal>, ps::tile_pipeline<>>);
+static_assert(ps::tile_pipeline<ps::scheduler::first_come<4>>::claims && !ps::tile_pipeline<>::claims);
+
 namespace {
+
+/// A pipeline of any scheduler over all of the block's shared memory.
+template <class Pipe, class T>
+__device__ Pipe pipe_over(ps::matrix_ref<const T> matrix, ps::tile_counter* counter) {
+    if constexpr (Pipe::claims) {
+        return Pipe{ps::dynamic_shared(), matrix, counter};
+    } else {
+        return Pipe{ps::dynamic_shared(), matrix};
+    }
+}
 
 /// Copies the matrix tile by tile and counts how often each element came.
 template <class Pipe, class T>
-__global__ void copy_by_tiles(ps::matrix_ref<const T> matrix, T* out, unsigned* visits) {
-    Pipe pipe{ps::dynamic_shared(), matrix};
+__global__ void copy_by_tiles(ps::matrix_ref<const T> matrix, T* out, unsigned* visits, ps::tile_counter* counter) {
+    Pipe pipe = pipe_over<Pipe>(matrix, counter);
     for (const ps::tile t : pipe) {
         for (std::uint32_t r = 0; r < t.rows; ++r) {
             const T* row = t.row<T>(r);
@@ -55,6 +70,21 @@ __global__ void leave_early(ps::matrix_ref<const float> matrix, float* out) {
     }
 }
 
+/// Counts the visits of each row. With `Leave` the even scopes take one tile at most and leave.
+template <class Pipe, bool Leave>
+__global__ void count_rows(ps::matrix_ref<const float> matrix, unsigned* visits, ps::tile_counter* counter) {
+    Pipe pipe = pipe_over<Pipe>(matrix, counter);
+    const std::uint32_t scope = blockIdx.x * Pipe::scope::number_per_block() + Pipe::scope::number_in_block();
+    for (const ps::tile t : pipe) {
+        if (Pipe::scope::lane() == 0) {
+            atomicAdd(visits + t.first_row, 1u);
+        }
+        if (Leave && scope % 2 == 0) {
+            break;
+        }
+    }
+}
+
 template <class T>
 std::vector<T> random_elements(std::size_t count, std::mt19937& random) {
     std::vector<T> values(count);
@@ -77,9 +107,11 @@ void check_copy(std::uint32_t rows, std::uint32_t cols, std::size_t shift, place
     const guarded<T> matrix(padded, where);
     guarded<T> out(values.size());
     guarded<unsigned> visits(std::vector<unsigned>(values.size(), 0u));
+    guarded<ps::tile_counter> counter(std::vector<ps::tile_counter>(1));
     ps::launch(copy_by_tiles<Pipe, T>, blocks, 128, Pipe::template shared_bytes<128>, nullptr,
-               ps::matrix_ref<const T>{matrix.data() + shift, rows, cols}, out.data(), visits.data());
+               ps::matrix_ref<const T>{matrix.data() + shift, rows, cols}, out.data(), visits.data(), counter.data());
     const std::vector<T> got = out.get();
+    CHECK(counter.get()[0].state == 0);
     CHECK(std::memcmp(static_cast<const void*>(got.data()), static_cast<const void*>(values.data()), values.size() * sizeof(T)) == 0);
     CHECK(visits.get() == std::vector<unsigned>(values.size(), 1u));
     CHECK(out.guards_hold());
@@ -122,12 +154,102 @@ TEST_CASE("the same from pinned host memory") {
     check_shapes<ps::tile_pipeline<ps::memory::pinned, ps::chunking::fixed<4_KiB>, ps::scope::block>>();
 }
 
+TEST_CASE("every element of every shape comes once: tiles are claimed") {
+    check_shapes<ps::tile_pipeline<ps::chunking::fixed<1_KiB>, ps::prefetch::depth<3>, ps::scheduler::first_come<>>>();
+    check_shapes<ps::tile_pipeline<ps::chunking::fixed<256_B>, ps::prefetch::depth<3>, ps::scheduler::first_come<4>>>();
+    check_shapes<ps::tile_pipeline<ps::chunking::fixed<2_KiB>, ps::prefetch::none, ps::scope::block, ps::scheduler::first_come<2>>>();
+}
+
+TEST_CASE("every element of every shape comes once: copies by lanes, and bytes that leave the cache first") {
+    check_shapes<ps::tile_pipeline<ps::chunking::fixed<1_KiB>, ps::prefetch::depth<3>, ps::copies::by_lane>>();
+    check_shapes<ps::tile_pipeline<ps::chunking::fixed<2_KiB>, ps::prefetch::depth<3>, ps::copies::by_lane, ps::scope::block,
+                                   ps::scheduler::first_come<2>, ps::caching::once>>();
+    check_shapes<ps::tile_pipeline<ps::chunking::fixed<1_KiB>, ps::prefetch::depth<4>, ps::caching::once>>();
+}
+
+TEST_CASE("a counter serves launch after launch, and the replays of a graph") {
+    using pipe = ps::tile_pipeline<ps::chunking::fixed<256_B>, ps::prefetch::depth<3>, ps::scheduler::first_come<2>>;
+    const std::uint32_t rows = 20000;
+    const std::uint32_t cols = 64;  // 10000 claims
+    std::mt19937 random(2);
+    const std::vector<float> values = random_elements<float>(std::size_t{rows} * cols, random);
+    const guarded<float> matrix(values);
+    guarded<float> out(values.size());
+    guarded<unsigned> visits(std::vector<unsigned>(values.size(), 0u));
+    guarded<ps::tile_counter> counter(std::vector<ps::tile_counter>(1));
+    ps::stream stream;
+    const auto enqueue = [&](unsigned blocks) {
+        ps::launch(copy_by_tiles<pipe, float>, blocks, 128, pipe::shared_bytes<128>, stream.get(),
+                   ps::matrix_ref<const float>{matrix.data(), rows, cols}, out.data(), visits.data(), counter.data());
+    };
+    unsigned launches = 0;
+    for (const unsigned blocks : {1u, 7u, 300u, 2000u, 20000u}) {  // in the last there is not a tile for each scope
+        enqueue(blocks);
+        ++launches;
+    }
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t ready = nullptr;
+    ps::check(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+    enqueue(64);
+    enqueue(528);
+    ps::check(cudaStreamEndCapture(stream.get(), &graph), "cudaStreamEndCapture");
+    ps::check(cudaGraphInstantiate(&ready, graph, 0), "cudaGraphInstantiate");
+    for (int replay = 0; replay < 10; ++replay) {
+        ps::check(cudaGraphLaunch(ready, stream.get()), "cudaGraphLaunch");
+        launches += 2;
+    }
+    stream.synchronize();
+    ps::check(cudaGraphExecDestroy(ready), "cudaGraphExecDestroy");
+    ps::check(cudaGraphDestroy(graph), "cudaGraphDestroy");
+    CHECK(visits.get() == std::vector<unsigned>(values.size(), launches));
+    CHECK(out.get() == values);
+    CHECK(counter.get()[0].state == 0);
+}
+
+TEST_CASE("scopes that leave early end the pass: no tile comes twice, and the counter is as before") {
+    using by_warp = ps::tile_pipeline<ps::chunking::fixed<256_B>, ps::prefetch::depth<2>, ps::scheduler::first_come<3>>;
+    using by_block = ps::tile_pipeline<ps::chunking::fixed<256_B>, ps::prefetch::depth<4>, ps::scheduler::first_come<1>, ps::scope::block>;
+    const std::uint32_t rows = 5000;
+    const std::vector<float> values(std::size_t{rows} * 64, 1.0f);  // a row a tile
+    const guarded<float> matrix(values);
+    guarded<unsigned> visits(rows);
+    guarded<ps::tile_counter> counter(std::vector<ps::tile_counter>(1));
+    for (const std::uint32_t of_rows : {rows, 1000u, 40u, 3u}) {
+        const ps::matrix_ref<const float> some{matrix.data(), of_rows, 64};
+        const auto check_visits = [&] {
+            const std::vector<unsigned> got = visits.get();
+            CHECK(std::all_of(got.begin(), got.begin() + of_rows, [](unsigned n) { return n <= 1; }));
+            CHECK(std::all_of(got.begin() + of_rows, got.end(), [](unsigned n) { return n == 0; }));
+            CHECK(got[0] == 1);  // the first of the first scope
+            CHECK(counter.get()[0].state == 0);
+            visits.set(std::vector<unsigned>(rows));
+        };
+        visits.set(std::vector<unsigned>(rows));
+        for (int repeat = 0; repeat < 5; ++repeat) {
+            ps::launch(count_rows<by_warp, true>, 24, 128, by_warp::shared_bytes<128>, nullptr, some, visits.data(), counter.data());
+            check_visits();
+            ps::launch(count_rows<by_block, true>, 50, 64, by_block::shared_bytes<64>, nullptr, some, visits.data(), counter.data());
+            check_visits();
+        }
+        ps::launch(count_rows<by_block, true>, 1, 64, by_block::shared_bytes<64>, nullptr, some, visits.data(), counter.data());
+        check_visits();  // all leave
+        ps::launch(count_rows<by_warp, false>, 24, 128, by_warp::shared_bytes<128>, nullptr, some, visits.data(), counter.data());
+        CHECK(visits.get() == [&] {  // and the next launch sees every tile
+            std::vector<unsigned> all(rows);
+            std::fill_n(all.begin(), of_rows, 1u);
+            return all;
+        }());
+        CHECK(counter.get()[0].state == 0);
+    }
+}
+
 TEST_CASE("an empty matrix has no tiles") {
     using pipe = ps::tile_pipeline<>;
     guarded<float> out(1);
-    ps::launch(copy_by_tiles<pipe, float>, 2, 64, pipe::shared_bytes<64>, nullptr, ps::matrix_ref<const float>{}, out.data(), nullptr);
-    ps::launch(copy_by_tiles<pipe, float>, 2, 64, pipe::shared_bytes<64>, nullptr, ps::matrix_ref<const float>{nullptr, 5, 0}, out.data(),
+    ps::launch(copy_by_tiles<pipe, float>, 2, 64, pipe::shared_bytes<64>, nullptr, ps::matrix_ref<const float>{}, out.data(), nullptr,
                nullptr);
+    ps::launch(copy_by_tiles<pipe, float>, 2, 64, pipe::shared_bytes<64>, nullptr, ps::matrix_ref<const float>{nullptr, 5, 0}, out.data(),
+               nullptr, nullptr);
     CHECK(is_poison(out.get()[0]));
     CHECK(cudaGetLastError() == cudaSuccess);
 }

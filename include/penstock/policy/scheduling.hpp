@@ -11,10 +11,12 @@
 #include <map>
 #include <optional>
 #include <tuple>
+#include <type_traits>
 #include <unordered_map>
 
 /// The scheduling axis. Host facet: `queue`, which decides at every chunk boundary whose next chunk goes on the link.
-/// Device facet: `order`, which hands the tiles of a kernel to its scopes. A policy may have one facet or both.
+/// Device facet: `order`, which deals the tiles of a kernel to its scopes, or `tiles_per_claim`, by which they claim them. A policy may have
+/// one facet or both.
 
 namespace penstock::inline v0_1 {
 
@@ -70,8 +72,20 @@ concept device_scheduler = policy_for<S, axis::scheduling> && requires(std::uint
     { S::order::tile(n, n, n, n) } -> std::same_as<std::uint32_t>;
 };
 
+/// `tiles_per_claim`, a constant, at least 1: scopes claim runs of so many neighbouring tiles from a `tile_counter` as they come to need them.
 template <class S>
-concept scheduling_policy = host_scheduler<S> || device_scheduler<S>;
+concept claiming_scheduler = policy_for<S, axis::scheduling> && requires {
+    typename std::integral_constant<std::uint32_t, S::tiles_per_claim>;
+};
+
+template <class S>
+concept scheduling_policy = host_scheduler<S> || device_scheduler<S> || claiming_scheduler<S>;
+
+/// What the scopes of a kernel claim tiles from, in global memory. Zero before its first use; every kernel that used it leaves it zero, so
+/// that kernels of one stream, and replays of a graph, may share one. Kernels that run at the same time may not.
+struct tile_counter {
+    std::uint32_t state = 0;
+};
 
 namespace detail {
 
@@ -246,6 +260,16 @@ struct round_robin {
             return t < tiles ? static_cast<std::uint32_t>(t) : tiles;
         }
     };
+};
+
+/// Kernels alone: a scope that has room takes the next tiles of the matrix, `Tiles` neighbours at a time, so that no scope has work left
+/// when others have none. A scope that leaves its loop early ends it for all: tiles that nobody has claimed by then are not handed out. A claim is an access to one word of global memory, which serves about one a nanosecond; so small tiles want a
+/// larger number.
+template <std::uint32_t Tiles = 1>
+struct first_come {
+    static_assert(Tiles > 0, "penstock: scheduler::first_come needs at least one tile a claim");
+    using policy_axis = axis::scheduling;
+    static constexpr std::uint32_t tiles_per_claim = Tiles;
 };
 
 /// The most urgent level that has a chunk goes first; within a level the request that is due first, and of equal ones the first to come to
