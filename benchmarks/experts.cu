@@ -322,10 +322,10 @@ void measure(const shape& s, const std::vector<std::uint32_t>& token_counts, boo
             read = of(r).median < read.median ? of(r) : read;
         }
         const double gb = static_cast<double>(read_bytes) / 1e3;
-        std::printf("%-12s %-8s %5u %7.1f %13llu %9.2f %6.2f %7.0f %9.2f %6.2f %7.0f %6.3f %9.1e%s\n", s.name,
+        std::printf("%-12s %-8s %5u %7.1f %13llu %9.2f %6.2f %7.0f %9.2f %6.2f %7.0f %6.3f %9.1e %4u%s\n", s.name,
                     same_experts ? "same" : "uniform", tokens, static_cast<double>(visited) / calls,
                     static_cast<unsigned long long>(read_bytes), us.median, us.spread, gb / us.median, read.median, read.spread,
-                    gb / read.median, us.median / read.median, error, error < 1e-2 ? "" : "  WRONG");
+                    gb / read.median, us.median / read.median, error, decode.blocks(tokens), error < 1e-2 ? "" : "  WRONG");
         std::fflush(stdout);
         if (json != nullptr) {
             std::fprintf(json,
@@ -357,14 +357,17 @@ int main(int argc, char** argv) try {
     }
     using ps::activation;
     using ps::weight_kind;
-    const std::vector<std::uint32_t> doubling{1, 2, 4, 8, 16, 32, 64, 128};
+    std::vector<std::uint32_t> doubling{1, 2, 4, 8, 16, 32, 64, 128};
+    if (only.find("few") != std::string::npos) {
+        doubling = {1, 8, 32};
+    }
     const auto wanted = [&](const char* name) { return only.empty() || only.find(name) != std::string::npos; };
     cudaDeviceProp device{};
     int driver = 0;
     ps::check(cudaGetDeviceProperties(&device, 0), "cudaGetDeviceProperties");
     ps::check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
     std::printf("%s, runtime %d, driver for %d\n", device.name, CUDART_VERSION, driver);
-    std::printf("%-12s %-8s %5s %7s %13s %9s %6s %7s %9s %6s %7s %6s %9s\n", "shape", "routing", "T", "experts", "bytes", "us", "+-", "GB/s",
+    std::printf("%-12s %-8s %5s %7s %13s %9s %6s %7s %9s %6s %7s %6s %9s blocks\n", "shape", "routing", "T", "experts", "bytes", "us", "+-", "GB/s",
                 "read us", "+-", "GB/s", "ratio", "error");
     const shape deepseek{"deepseek-v3", weight_kind::fp8_block128, 7168, 2048, 256, 8, activation::swiglu};
     const shape qwen235{"qwen3-235b", weight_kind::bf16, 4096, 1536, 128, 8, activation::swiglu};

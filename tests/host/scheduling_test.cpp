@@ -12,7 +12,8 @@ static_assert(host_scheduler<scheduler::fifo> && device_scheduler<scheduler::fif
 static_assert(host_scheduler<scheduler::round_robin> && device_scheduler<scheduler::round_robin>);
 static_assert(host_scheduler<scheduler::priority<3>> && !device_scheduler<scheduler::priority<3>>);
 static_assert(host_scheduler<scheduler::weighted_fair> && !device_scheduler<scheduler::weighted_fair>);
-static_assert(claiming_scheduler<scheduler::first_come<4>> && !device_scheduler<scheduler::first_come<4>> && !host_scheduler<scheduler::first_come<4>>);
+static_assert(claiming_scheduler<scheduler::first_come<4>> && !device_scheduler<scheduler::first_come<4>> &&
+              !host_scheduler<scheduler::first_come<4>>);
 static_assert(changeable_queue<scheduler::fifo::queue> && cancellable_queue<scheduler::weighted_fair::queue>);
 static_assert(scheduling_policy<scheduler::priority<1>> && !scheduling_policy<int>);
 

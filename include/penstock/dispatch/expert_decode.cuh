@@ -42,6 +42,7 @@ struct decode_step {
 template <class Format>
 class expert_decode {
     using fragment = detail::fragment<Format>;
+    static constexpr bool two_planes = fragment::planes == 2;
 
 public:
     static constexpr dtype operand_type = fragment::type == detail::operand::bf16 ? dtype::bf16 : dtype::f16;
@@ -91,6 +92,9 @@ public:
     [[nodiscard]] std::size_t workspace_bytes() const noexcept { return places().bytes; }
     [[nodiscard]] std::size_t counter_bytes() const noexcept { return places().activated; }
 
+    /// Blocks that a call of so many tokens launches.
+    [[nodiscard]] std::uint32_t blocks(std::uint32_t tokens) const noexcept { return blocks_[tokens == 1 ? 0 : 1]; }
+
     /// Enqueues one step. @throws configuration_error for what does not fit the constructor's arguments, cuda_error
     void enqueue(const decode_step& step, std::span<std::byte> workspace, cudaStream_t stream) const {
         const std::uint32_t tokens = step.hidden.tokens;
@@ -114,6 +118,7 @@ public:
         a.out = step.out.data;
         a.out_type = step.out.type;
         a.combines = a.pairs <= detail::decode_pairs_without_sorting;
+        a.rows_in_shared = static_cast<std::uint64_t>(max_tokens_) * k_ <= most_rows_in_shared;
         if (!a.combines) {
             auto* rows = reinterpret_cast<std::int32_t*>(workspace.data() + at.rows);
             auto* offsets = reinterpret_cast<std::uint32_t*>(workspace.data() + at.offsets);
@@ -122,10 +127,19 @@ public:
             a.rows = rows;
             a.offsets = offsets;
         }
+        if constexpr (two_planes) {
+            for (std::size_t i = 0; i < 2; ++i) {
+                a.scaled[i] = {workspace.data() + at.planes[i], reinterpret_cast<float*>(workspace.data() + at.scales[i])};
+            }
+            constexpr std::uint32_t warps = 4;
+            const std::uint64_t blocks = ceil_div(tokens * ceil_div(arguments_.phase[0].cols, 128), warps);
+            launch(detail::scale_hidden<warps>, dim3(static_cast<unsigned>(blocks)), dim3(warps * 32), 0, stream,
+                   static_cast<const std::uint16_t*>(step.hidden.data), tokens, arguments_.phase[0].cols, a.scaled[0]);
+        }
         if (tokens == 1) {
-            launch(detail::decode_experts<Format, 1>, dim3(blocks_[0]), dim3(detail::decode_warps * 32), shared_bytes<1>(), stream, a);
+            launch_early(detail::decode_experts<Format, 1>, blocks_[0], shared_bytes<1>(), stream, a);
         } else {
-            launch(detail::decode_experts<Format, 8>, dim3(blocks_[1]), dim3(detail::decode_warps * 32), shared_bytes<8>(), stream, a);
+            launch_early(detail::decode_experts<Format, 8>, blocks_[1], shared_bytes<8>(), stream, a);
         }
         if (!a.combines) {
             detail::run_combine(a.partial, step.ids, step.weights, k_, step.shared, step.out, stream);
@@ -133,8 +147,11 @@ public:
     }
 
 private:
+    static constexpr std::uint32_t most_rows_in_shared = 1024;
+
     struct workspace_places {
         std::size_t activated, partial, rows, offsets, scratch, scratch_bytes, bytes;
+        std::array<std::size_t, 2> planes, scales;
     };
 
     /// Pairs visit at most so many groups of tokens that a stage holds.
@@ -150,13 +167,21 @@ private:
             used += round_up(bytes, 256);
             return here;
         };
-        place((2 + most_groups() + ceil_div(hidden, 16)) * sizeof(std::uint32_t));
+        const std::uint64_t tiles = arguments_.phase[0].items * (detail::decode_warps / arguments_.phase[0].split);
+        place((2 + most_groups() + ceil_div(hidden, 16) + (two_planes ? most_groups() * ceil_div(tiles, 16) : 0)) * sizeof(std::uint32_t));
         at.activated = place(pairs * arguments_.phase[1].cols * 2);
         at.partial = place(pairs * hidden * sizeof(float));
         at.rows = place(pairs * sizeof(std::int32_t));
         at.offsets = place((static_cast<std::uint64_t>(experts_) + 1) * sizeof(std::uint32_t));
         at.scratch_bytes = executor::cuda<>::permute_scratch_bytes(static_cast<std::uint32_t>(pairs), experts_);
         at.scratch = place(at.scratch_bytes);
+        if constexpr (two_planes) {
+            for (std::size_t i = 0; i < 2; ++i) {
+                const std::uint64_t scaled_rows = i == 0 ? max_tokens_ : pairs;
+                at.planes[i] = place(scaled_rows * 2 * arguments_.phase[i].cols);
+                at.scales[i] = place(scaled_rows * ceil_div(arguments_.phase[i].cols, 128) * sizeof(float));
+            }
+        }
         at.bytes = used;
         return at;
     }
@@ -165,7 +190,9 @@ private:
     [[nodiscard]] std::size_t shared_bytes() const noexcept {
         using ring = detail::decode_ring<Format, Tokens>;
         const std::uint64_t pairs = static_cast<std::uint64_t>(Tokens == 1 ? 1 : max_tokens_) * k_;
-        return ring::bytes + ring::sums_bytes + smaller<std::uint64_t>(pairs, experts_) * sizeof(detail::decode_work);
+        return ring::bytes + ring::sums_bytes + smaller<std::uint64_t>(pairs, experts_) * sizeof(detail::decode_work) +
+               (pairs <= most_rows_in_shared ? pairs : 0) * sizeof(std::int32_t) +
+               smaller<std::uint64_t>(pairs, detail::decode_pairs_without_sorting) * 2 * sizeof(float);
     }
 
     static detail::decode_phase phase(const matrix_layout& upper, const matrix_layout& lower, std::uint32_t step, std::uint32_t shift) {
@@ -186,10 +213,26 @@ private:
     static std::uint32_t blocks_of(void (*kernel)(detail::decode_arguments), std::size_t bytes, std::uint32_t limit) {
         int on_each = 0;
         detail::allow_shared_bytes(reinterpret_cast<const void*>(kernel), bytes);
-        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&on_each, kernel, detail::decode_warps * 32, bytes),
+        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&on_each, kernel, detail::decode_threads, bytes),
               "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
         const auto most = static_cast<std::uint32_t>(on_each * detail::multiprocessors());
         return limit > 0 ? smaller(limit, most) : most;
+    }
+
+    /// The blocks may start before what was enqueued before them ends; they wait for it themselves (griddepcontrol.wait).
+    static void launch_early(void (*kernel)(detail::decode_arguments), std::uint32_t blocks, std::size_t bytes, cudaStream_t stream,
+                             const detail::decode_arguments& a) {
+        cudaLaunchAttribute early{};
+        early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        early.val.programmaticStreamSerializationAllowed = 1;
+        cudaLaunchConfig_t config{};
+        config.gridDim = dim3(blocks);
+        config.blockDim = dim3(detail::decode_threads);
+        config.dynamicSmemBytes = bytes;
+        config.stream = stream;
+        config.attrs = &early;
+        config.numAttrs = 1;
+        check(cudaLaunchKernelEx(&config, kernel, a), "cudaLaunchKernelEx");
     }
 
     void refuse_wrong(const decode_step& step, std::span<std::byte> workspace) const {

@@ -7,6 +7,9 @@
 #include <penstock/dispatch/decode.cuh>
 #include <penstock/model/weight_format.hpp>
 
+#include <nv/target>
+
+#include <cstddef>
 #include <cstdint>
 
 /// Weights as the wide operand of mma.sync.m16n8k16: 16 rows of a matrix against 8 tokens. The order of the inputs inside a product is free
@@ -36,26 +39,15 @@ __device__ inline void multiply_add(tile_sums& d, std::uint32_t a0, std::uint32_
     }
 }
 
-/// Two bf16, each times 2^60.
-__device__ inline std::uint32_t raised(std::uint32_t pair) {
-    std::uint32_t result;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(pair), "r"(0x5d805d80u), "r"(0x80008000u));
-    return result;
-}
-
-/// fragment<Format>: `inputs` of one row in 16 bytes, `input_vectors` 16-byte vectors of inputs that go with them, `raise` whether the inputs
-/// are multiplied by 2^60, `correction` what the sums are then to be multiplied by,
-/// `add(sums, upper, lower, inputs)` adds the products of 16 bytes of rows lane / 4 and lane / 4 + 8 with a token's inputs.
+/// fragment<Format>: `planes`: 16-byte vectors of inputs that go with 16 bytes of weights.
+/// `add(sums, upper, lower, x)` adds the products of 16 bytes of rows lane / 4 and lane / 4 + 8 with what belongs to them of a token's inputs.
 template <class Format>
 struct fragment;
 
 template <operand Type>
 struct fragment_of_halves {
     static constexpr operand type = Type;
-    static constexpr std::uint32_t inputs = 8;
-    static constexpr int input_vectors = 1;
-    static constexpr bool raise = false;
-    static constexpr float correction = 1.0f;
+    static constexpr std::uint32_t planes = 1;
 
     __device__ static void add(tile_sums& sums, const uint4& upper, const uint4& lower, const uint4 (&x)[1]) {
         multiply_add<Type>(sums, upper.x, lower.x, upper.y, lower.y, x[0].x, x[0].y);
@@ -69,25 +61,30 @@ struct fragment<format::bf16> : fragment_of_halves<operand::bf16> {};
 template <>
 struct fragment<format::f16> : fragment_of_halves<operand::f16> {};
 
-/// An E4M3 code moved into a bf16 is 2^-120 of its value, subnormals too. So that no sum of products is too small for a float, the inputs are
-/// raised by 2^60.
+/// Two E4M3 become two f16 in one instruction, exactly; two bf16 take several. So the inputs are f16, too: x / s, where s, for 128 inputs of a
+/// token, is the power of two that puts the largest between 128 and 256. Inputs of more than its 2^21th part are exact.
 template <>
 struct fragment<format::fp8_block128> {
     static constexpr operand type = operand::bf16;
-    static constexpr std::uint32_t inputs = 16;
-    static constexpr int input_vectors = 2;
-    static constexpr bool raise = true;
-    static constexpr float correction = 0x1p60f;
+    static constexpr std::uint32_t planes = 2;
 
-    /// Bytes First and First + 1 of a word.
-    template <std::uint32_t First>
-    __device__ static std::uint32_t pair(std::uint32_t word) {
-        const std::uint32_t spread = __byte_perm(word, 0, First == 0 ? 0x4140 : 0x4342);
-        return (spread * 0x10u & 0x07f007f0u) | (spread * 0x100u & 0x80008000u);
+    /// Bytes 0 and 1, 2 and 3 of a word.
+    __device__ static void widen(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
+        NV_IF_ELSE_TARGET(
+            NV_PROVIDES_SM_89,
+            (asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %2;\n cvt.rn.f16x2.e4m3x2 %0, l;\n cvt.rn.f16x2.e4m3x2 %1, h;\n}"
+                 : "=r"(low), "=r"(high)
+                 : "r"(word));),
+            (float f[4]; e4m3_to_floats(word & 0xffffu, f[0], f[1]); e4m3_to_floats(word >> 16, f[2], f[3]);
+             low = encode_f16(f[0]) | static_cast<std::uint32_t>(encode_f16(f[1])) << 16;
+             high = encode_f16(f[2]) | static_cast<std::uint32_t>(encode_f16(f[3])) << 16;))
     }
 
     __device__ static void add_word(tile_sums& sums, std::uint32_t upper, std::uint32_t lower, std::uint32_t x01, std::uint32_t x23) {
-        multiply_add<type>(sums, pair<0>(upper), pair<0>(lower), pair<2>(upper), pair<2>(lower), x01, x23);
+        std::uint32_t a[4];
+        widen(upper, a[0], a[2]);
+        widen(lower, a[1], a[3]);
+        multiply_add<operand::f16>(sums, a[0], a[1], a[2], a[3], x01, x23);
     }
 
     __device__ static void add(tile_sums& sums, const uint4& upper, const uint4& lower, const uint4 (&x)[2]) {
@@ -97,5 +94,35 @@ struct fragment<format::fp8_block128> {
         add_word(sums, upper.w, lower.w, x[1].z, x[1].w);
     }
 };
+
+/// Scales 128 inputs, four a lane, of which `count` exist. Called by one warp. Of 16 inputs each, the first eight go to `first`, the others to
+/// `second`. @param x bf16, at a multiple of 8 bytes @param first, second f16, at multiples of 16 bytes
+__device__ inline void scale_block(const std::uint16_t* x, std::uint32_t count, std::byte* first, std::byte* second, float* scale) {
+    const std::uint32_t lane = threadIdx.x % 32;
+    const bool present = lane * 4 < count;
+    const uint2 four = present ? __ldcg(reinterpret_cast<const uint2*>(x) + lane) : uint2{0, 0};
+    const float value[4] = {__uint_as_float(four.x << 16), __uint_as_float(four.x & 0xffff0000u), __uint_as_float(four.y << 16),
+                            __uint_as_float(four.y & 0xffff0000u)};
+    // As bits, so that a NaN or an infinity is the largest.
+    std::uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        most = larger(most, __float_as_uint(value[i]) & 0x7fffffffu);
+    }
+    most = __reduce_max_sync(0xffffffffu, most);
+    const std::uint32_t exponent = larger<std::uint32_t>(most >> 23, 16);  // zeros and the tiniest: a scale that has an inverse
+    const bool finite = exponent < 255;
+    const float s = finite ? __uint_as_float((exponent - 7) << 23) : __int_as_float(0x7fc00000);
+    const float inverse = __uint_as_float((261 - smaller<std::uint32_t>(exponent, 254)) << 23);
+    if (present) {
+        uint2 halves;
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(halves.x) : "f"(value[1] * inverse), "f"(value[0] * inverse));
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(halves.y) : "f"(value[3] * inverse), "f"(value[2] * inverse));
+        *reinterpret_cast<uint2*>((lane % 4 < 2 ? first : second) + lane / 4 * 16 + lane % 2 * 8) = halves;
+    }
+    if (lane == 0) {
+        *scale = s;
+    }
+}
 
 }  // namespace penstock::inline v0_1::detail
