@@ -1,7 +1,11 @@
 // A dot product over weights that are read once, y = W x, through tile pipelines of many kinds, against the fastest plain read of as many
 // bytes in the same run: 1 GiB and 350 MB in device memory, 256 MiB in pinned host memory. A row of W is 512 floats. Figures are medians over
 // replays of CUDA graphs that go through disjoint matrices, so that no weights are found in the L2 cache; candidates and reads take turns.
-// Every candidate's result is compared with one in double. Usage: benchmark_tile_pipeline [--json FILE]
+// Every candidate's result is compared with one in double.
+//
+// Orders: "runs" are neighbours a scope (fifo), "cards" neighbours over the scopes (round_robin), "claimed<N>" N at a time by who has room
+// (first_come); "8 grids" are eight times as many blocks as are resident, each with an eighth of the work. KiB/SM is the shared memory that
+// the rings of a multiprocessor take, about the bytes in flight. Usage: benchmark_tile_pipeline [--json FILE]
 
 #include <penstock/buffer/buffer.hpp>
 #include <penstock/cuda/event.hpp>
@@ -64,27 +68,14 @@ enum class spread {
 template <int Loads, spread Spread>
 __global__ void __launch_bounds__(256) plain_read(const uint4* from, std::uint64_t count, std::uint32_t* sink) {
     std::uint32_t sum = 0;
-    std::uint64_t at, end, step, between;
     const std::uint64_t blocks = gridDim.x;
-    if constexpr (Spread == spread::far) {
-        between = blocks * blockDim.x;
-        at = blockIdx.x * std::uint64_t{blockDim.x} + threadIdx.x;
-        step = Loads * between;
-        end = count;
-    } else {
-        between = blockDim.x;
-        const std::uint64_t piece = Loads * between;
-        if constexpr (Spread == spread::near) {
-            at = blockIdx.x * piece + threadIdx.x;
-            step = blocks * piece;
-            end = count;
-        } else {
-            const std::uint64_t share = (count + blocks * piece - 1) / (blocks * piece) * piece;
-            at = blockIdx.x * share + threadIdx.x;
-            step = piece;
-            end = at - threadIdx.x + share < count ? at - threadIdx.x + share : count;
-        }
-    }
+    const std::uint64_t between = Spread == spread::far ? blocks * blockDim.x : blockDim.x;
+    const std::uint64_t piece = Loads * std::uint64_t{blockDim.x};
+    const std::uint64_t share = (count + blocks * piece - 1) / (blocks * piece) * piece;  // of a block
+    const std::uint64_t step = Spread == spread::ranges ? piece : blocks * piece;
+    const std::uint64_t from_here = blockIdx.x * (Spread == spread::far ? blockDim.x : Spread == spread::near ? piece : share);
+    const std::uint64_t end = Spread == spread::ranges && from_here + share < count ? from_here + share : count;
+    std::uint64_t at = from_here + threadIdx.x;
     for (; at < end; at += step) {
         uint4 v[Loads];
 #pragma unroll
@@ -204,12 +195,13 @@ std::size_t shared_bytes_for(unsigned threads) {
 /// `blocks` in grids counts per multiprocessor, or, with `absolute`, in all.
 template <class Pipe>
 void add(std::vector<contender>& to, std::initializer_list<grid> grids, bool absolute = false) {
+    ps::check(cudaFuncSetAttribute(dot<Pipe>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+              "cudaFuncSetAttribute");  // as many blocks as it has room for
     for (const grid g : grids) {
         const std::size_t shared = shared_bytes_for<Pipe>(g.threads);
         const unsigned residents = absolute ? 1 : g.blocks;
         if ((shared + 1024) * residents > (228u << 10)) {
-            std::printf("left out: %u blocks of %zu bytes of shared memory\n", residents, shared);
-            continue;
+            throw ps::configuration_error("a grid of the list does not fit the shared memory of a multiprocessor");
         }
         const unsigned blocks = (absolute ? g.blocks : g.blocks * static_cast<unsigned>(multiprocessors)) * g.times;
         contender c;
@@ -316,17 +308,16 @@ public:
             c.enqueue(call, p, stream);
         }
         ps::check(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
-        ps::check(cudaGraphInstantiate(&ready_, graph, 0), "cudaGraphInstantiate");
+        cudaGraphExec_t ready = nullptr;
+        ps::check(cudaGraphInstantiate(&ready, graph, 0), "cudaGraphInstantiate");
+        ready_.reset(ready);
         ps::check(cudaGraphDestroy(graph), "cudaGraphDestroy");
     }
-    replayed(const replayed&) = delete;
-    replayed& operator=(const replayed&) = delete;
-    ~replayed() { cudaGraphExecDestroy(ready_); }
 
     /// Microseconds a call.
     float run() {
         begin_.record(stream_);
-        ps::check(cudaGraphLaunch(ready_, stream_), "cudaGraphLaunch");
+        ps::check(cudaGraphLaunch(ready_.get(), stream_), "cudaGraphLaunch");
         end_.record(stream_);
         end_.synchronize();
         return end_.milliseconds_since(begin_) * 1000 / static_cast<float>(calls_);
@@ -335,7 +326,7 @@ public:
 private:
     cudaStream_t stream_;
     std::uint32_t calls_;
-    cudaGraphExec_t ready_ = nullptr;
+    std::unique_ptr<CUgraphExec_st, decltype(&cudaGraphExecDestroy)> ready_{nullptr, &cudaGraphExecDestroy};
     ps::timed_event begin_, end_;
 };
 
@@ -362,26 +353,31 @@ void measure(const char* name, std::vector<contender> all, problem p, std::uint3
     ps::launch(exact_dot, p.rows, 32, 0, stream.get(), p.matrix, p.x, exact.data());
     stream.synchronize();
     ps::check(cudaMemcpy(want.data(), exact.data(), p.rows * sizeof(double), cudaMemcpyDefault), "cudaMemcpy");
-    std::vector<std::unique_ptr<replayed>> graphs;
-    for (contender& c : all) {
+    const auto verify = [&](contender& c) {
+        if (c.plain) {
+            return;
+        }
         ps::check(cudaMemset(p.y, 0xff, p.rows * sizeof(float)), "cudaMemset");
         c.enqueue(0, p, stream.get());
         stream.synchronize();
-        if (!c.plain) {
-            ps::check(cudaMemcpy(got.data(), p.y, p.rows * sizeof(float), cudaMemcpyDefault), "cudaMemcpy");
-            c.error = error_of(got, want);
-            all_right = all_right && c.error < 1e-5;
-        }
-        graphs.push_back(std::make_unique<replayed>(stream.get(), calls, c, p));
+        ps::check(cudaMemcpy(got.data(), p.y, p.rows * sizeof(float), cudaMemcpyDefault), "cudaMemcpy");
+        c.error = std::max(c.error, error_of(got, want));
+        all_right = all_right && c.error < 1e-5;
+    };
+    std::vector<replayed> graphs;
+    for (contender& c : all) {
+        verify(c);
+        graphs.emplace_back(stream.get(), calls, c, p);
     }
     for (int i = -1; i < replays; ++i) {
         for (std::size_t c = 0; c < all.size(); ++c) {
-            const float us = graphs[c]->run();
+            const float us = graphs[c].run();
             if (i >= 0) {
                 all[c].us.push_back(us);
             }
         }
     }
+    std::for_each(all.begin(), all.end(), verify);  // the counter is as it was
     const contender* read = nullptr;
     const contender* best = nullptr;
     for (contender& c : all) {
@@ -431,7 +427,7 @@ void measure(const char* name, std::vector<contender> all, problem p, std::uint3
                 at->second = std::min(at->second, c.median);
             }
         }
-        std::printf("best by %-8s", trait);
+        std::printf("best by %-8s:", trait);
         for (const auto& [value, median] : fastest) {
             std::printf("  %s %.4f", value.c_str(), read->median / median);
         }
@@ -455,8 +451,7 @@ int main(int argc, char** argv) try {
         if (std::strcmp(argv[i], "--json") == 0) {
             json = std::fopen(argv[i + 1], "w");
             if (json == nullptr) {
-                std::fprintf(stderr, "tile_pipeline: cannot write %s\n", argv[i + 1]);
-                return 1;
+                throw ps::io_error(std::string("cannot write ") + argv[i + 1]);
             }
             std::fputs("[", json);
         }
@@ -484,10 +479,9 @@ int main(int argc, char** argv) try {
     p.matrices = 6;
     measure("350 MB of device memory", device_contenders(), p, 12, 15, 0.96);
     {
-        const ps::buffer<float, ps::memory::pinned> there(2 * std::size_t{rows_of_256_mib} * cols);
-        auto* host = const_cast<float*>(there.data());
-        ps::check(cudaMemcpy(host, weights.data(), there.size() * sizeof(float), cudaMemcpyDefault), "cudaMemcpy");
-        p.matrix = host;
+        ps::buffer<float, ps::memory::pinned> there(2 * std::size_t{rows_of_256_mib} * cols);
+        ps::check(cudaMemcpy(there.data(), weights.data(), there.size() * sizeof(float), cudaMemcpyDefault), "cudaMemcpy");
+        p.matrix = there.data();
         p.rows = rows_of_256_mib;
         p.matrices = 2;
         measure("256 MiB of pinned host memory", pinned_contenders(), p, 2, 9, 0.98);

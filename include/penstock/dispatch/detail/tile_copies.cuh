@@ -8,6 +8,8 @@
 
 #include <nv/target>
 
+#include <vector_types.h>
+
 #include <cstddef>
 #include <cstdint>
 
@@ -32,7 +34,8 @@ struct bulk {
     static constexpr bool engine = true;
 };
 
-/// Every lane of the scope copies 16 bytes at a time, by loads that go to shared memory past the registers (cp.async).
+/// Every lane of the scope copies 16 bytes at a time, by loads that go to shared memory past the registers (cp.async, from
+/// sm_80).
 struct by_lane {
     using policy_axis = axis::copies;
     static constexpr bool engine = false;
@@ -89,7 +92,7 @@ public:
         if (by_engine()) {
             NV_IF_TARGET(NV_PROVIDES_SM_90, (if (Scope::lane() == 0) { copy_by_engine(stage, to, from, bytes); }))
         } else {
-            NV_IF_TARGET(NV_PROVIDES_SM_80, (copy_by_lanes(to, from, bytes);))
+            NV_IF_ELSE_TARGET(NV_PROVIDES_SM_80, (copy_by_lanes(to, from, bytes);), (load_by_lanes(to, from, bytes);))
         }
     }
 
@@ -164,6 +167,13 @@ private:
             }
         }
         asm volatile("cp.async.commit_group;" ::: "memory");  // an empty one too, so that groups can be counted
+    }
+
+    /// Below sm_80: nothing is asynchronous.
+    __device__ void load_by_lanes(std::byte* to, const std::byte* from, std::uint32_t bytes) const {
+        for (std::uint32_t at = Scope::lane() * 16; at < bytes; at += Scope::lanes() * 16) {
+            *reinterpret_cast<uint4*>(to + at) = *reinterpret_cast<const uint4*>(from + at);
+        }
     }
 
     std::uint64_t* full_;
