@@ -367,8 +367,8 @@ int main(int argc, char** argv) try {
     ps::check(cudaGetDeviceProperties(&device, 0), "cudaGetDeviceProperties");
     ps::check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
     std::printf("%s, runtime %d, driver for %d\n", device.name, CUDART_VERSION, driver);
-    std::printf("%-12s %-8s %5s %7s %13s %9s %6s %7s %9s %6s %7s %6s %9s blocks\n", "shape", "routing", "T", "experts", "bytes", "us", "+-", "GB/s",
-                "read us", "+-", "GB/s", "ratio", "error");
+    std::printf("%-12s %-8s %5s %7s %13s %9s %6s %7s %9s %6s %7s %6s %9s blocks\n", "shape", "routing", "T", "experts", "bytes", "us", "+-",
+                "GB/s", "read us", "+-", "GB/s", "ratio", "error");
     const shape deepseek{"deepseek-v3", weight_kind::fp8_block128, 7168, 2048, 256, 8, activation::swiglu};
     const shape qwen235{"qwen3-235b", weight_kind::bf16, 4096, 1536, 128, 8, activation::swiglu};
     const shape mixtral{"mixtral", weight_kind::bf16, 4096, 14336, 8, 2, activation::swiglu};

@@ -13,8 +13,8 @@
 namespace penstock::inline v0_1 {
 namespace detail {
 
-/// Dynamic shared memory above this needs an opt-in wherever the kernel has no more than 32 KiB of static shared memory.
-inline constexpr std::size_t shared_bytes_without_question = 16 << 10;
+/// Dynamic shared memory above this needs an opt-in wherever the kernel has no more than 42 KiB of static shared memory.
+inline constexpr std::size_t shared_bytes_without_question = 6 << 10;
 
 /// Lets `kernel` have `shared_bytes` of dynamic shared memory. The limit is raised to all that the device grants, so that threads which
 /// launch one kernel with different sizes do not lower it for each other.

@@ -75,6 +75,7 @@ struct combine_arguments {
     std::uint32_t k;
     std::uint32_t hidden;
     std::uint32_t blocks_per_row;
+    std::uint32_t experts;  ///< ids from here on visit nobody, as negative ones
     void* out;
 };
 
@@ -87,7 +88,7 @@ __global__ __launch_bounds__(element_threads) __attribute__((visibility("hidden"
     float sum[mine] = {};
     for (std::uint32_t j = 0; j < a.k; ++j) {
         const std::uint64_t pair = token * a.k + j;
-        if (a.ids[pair] < 0) {
+        if (static_cast<std::uint32_t>(a.ids[pair]) >= a.experts) {
             continue;
         }
         const float weight = a.weights != nullptr ? a.weights[pair] : 1.0f;
@@ -162,12 +163,12 @@ struct combine_launcher {
     }
 };
 
-/// The body of executor::cuda::combine.
+/// The body of executor::cuda::combine. @param experts ids from here on visit nobody
 inline void run_combine(const float* partial, const std::int32_t* ids, const float* weights, std::uint32_t k, const float* shared,
-                        activations_out out, cudaStream_t stream) {
+                        activations_out out, cudaStream_t stream, std::uint32_t experts = 1u << 31) {
     const auto blocks_per_row = static_cast<std::uint32_t>(ceil_div(out.hidden, columns_per_block));
     visit_float("an output", out.type,
-                combine_launcher{{partial, ids, weights, shared, k, out.hidden, blocks_per_row, out.data}, out.tokens, stream});
+                combine_launcher{{partial, ids, weights, shared, k, out.hidden, blocks_per_row, experts, out.data}, out.tokens, stream});
 }
 
 }  // namespace penstock::inline v0_1::detail

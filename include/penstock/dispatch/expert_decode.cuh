@@ -54,6 +54,9 @@ public:
         if (const auto why = refusal(layout)) {
             throw configuration_error("penstock: expert_decode: " + *why);
         }
+        if (experts == 0 || (experts + 1) * sizeof(std::uint32_t) > detail::decode_ring<Format, 8>::bytes) {
+            throw configuration_error("penstock: expert_decode of " + std::to_string(experts) + " experts");
+        }
         if (k == 0 || static_cast<std::uint64_t>(max_tokens) * k > 1u << 30) {
             throw configuration_error("penstock: expert_decode of " + std::to_string(max_tokens) + " tokens and top-" + std::to_string(k));
         }
@@ -62,8 +65,13 @@ public:
         arguments_.rule = rule_of(layout);
         arguments_.experts = experts;
         arguments_.k = k;
-        blocks_[0] = blocks_of(detail::decode_experts<Format, 1>, shared_bytes<1>(), blocks);
-        blocks_[1] = blocks_of(detail::decode_experts<Format, 8>, shared_bytes<8>(), blocks);
+        int device = 0;
+        int major = 0;
+        check(cudaGetDevice(&device), "cudaGetDevice");
+        check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+        starts_early_ = major >= 9;
+        blocks_[0] = blocks_of(detail::decode_experts<Format, 1>, detail::decode_threads, shared_bytes<1>(), blocks);
+        blocks_[1] = blocks_of(detail::decode_experts<Format, 8>, detail::decode_threads, shared_bytes<8>(), blocks);
     }
 
     /// Why a layout is not served, if it is not: rows are contiguous, start at multiples of 16 bytes and hold whole multiples of 16 bytes.
@@ -71,8 +79,8 @@ public:
         if (layout.kind != Format::kind) {
             return "made for " + std::string(name(Format::kind)) + ", the experts are " + std::string(name(layout.kind));
         }
-        if (layout.hidden() == 0 || layout.intermediate() == 0 || layout.up.rows != layout.gate.rows || layout.up.cols != layout.gate.cols ||
-            layout.down.rows != layout.hidden() || layout.down.cols != layout.intermediate()) {
+        if (layout.hidden() == 0 || layout.intermediate() == 0 || layout.up.rows != layout.gate.rows ||
+            layout.up.cols != layout.gate.cols || layout.down.rows != layout.hidden() || layout.down.cols != layout.intermediate()) {
             return "the expert's matrices do not fit each other";
         }
         for (const matrix_layout* m : {&layout.gate, &layout.up, &layout.down}) {
@@ -129,25 +137,27 @@ public:
         }
         if constexpr (two_planes) {
             for (std::size_t i = 0; i < 2; ++i) {
-                a.scaled[i] = {workspace.data() + at.planes[i], reinterpret_cast<float*>(workspace.data() + at.scales[i])};
+                a.scaled[i] = {workspace.data() + at.planes[i], reinterpret_cast<float*>(workspace.data() + at.scales[i]),
+                               i == 0 && tokens == 1 ? copies : 1, i == 0 ? tokens : a.pairs};
             }
             constexpr std::uint32_t warps = 4;
             const std::uint64_t blocks = ceil_div(tokens * ceil_div(arguments_.phase[0].cols, 128), warps);
-            launch(detail::scale_hidden<warps>, dim3(static_cast<unsigned>(blocks)), dim3(warps * 32), 0, stream,
+            launch(detail::scale_hidden<warps>, dim3(static_cast<unsigned>(blocks), a.scaled[0].copies), dim3(warps * 32), 0, stream,
                    static_cast<const std::uint16_t*>(step.hidden.data), tokens, arguments_.phase[0].cols, a.scaled[0]);
         }
         if (tokens == 1) {
-            launch_early(detail::decode_experts<Format, 1>, blocks_[0], shared_bytes<1>(), stream, a);
+            launch_early(detail::decode_experts<Format, 1>, detail::decode_threads, blocks_[0], shared_bytes<1>(), stream, a);
         } else {
-            launch_early(detail::decode_experts<Format, 8>, blocks_[1], shared_bytes<8>(), stream, a);
+            launch_early(detail::decode_experts<Format, 8>, detail::decode_threads, blocks_[1], shared_bytes<8>(), stream, a);
         }
         if (!a.combines) {
-            detail::run_combine(a.partial, step.ids, step.weights, k_, step.shared, step.out, stream);
+            detail::run_combine(a.partial, step.ids, step.weights, k_, step.shared, step.out, stream, experts_);
         }
     }
 
 private:
     static constexpr std::uint32_t most_rows_in_shared = 1024;
+    static constexpr std::uint32_t copies = 16;  ///< of one token's scaled hidden states, which all blocks read at once
 
     struct workspace_places {
         std::size_t activated, partial, rows, offsets, scratch, scratch_bytes, bytes;
@@ -177,7 +187,7 @@ private:
         at.scratch = place(at.scratch_bytes);
         if constexpr (two_planes) {
             for (std::size_t i = 0; i < 2; ++i) {
-                const std::uint64_t scaled_rows = i == 0 ? max_tokens_ : pairs;
+                const std::uint64_t scaled_rows = i == 0 ? larger(max_tokens_, copies) : pairs;
                 at.planes[i] = place(scaled_rows * 2 * arguments_.phase[i].cols);
                 at.scales[i] = place(scaled_rows * ceil_div(arguments_.phase[i].cols, 128) * sizeof(float));
             }
@@ -204,34 +214,35 @@ private:
         p.cols = upper.cols;
         p.row_bytes = static_cast<std::uint32_t>(static_cast<std::uint64_t>(upper.cols) * Format::bits / 8);
         p.stages = static_cast<std::uint32_t>(ceil_div(p.row_bytes, detail::decode_row_bytes));
-        p.split = p.stages >= 16 ? 8 : p.stages >= 4 ? 4 : p.stages >= 2 ? 2 : 1;
+        p.split = p.stages >= 16 ? 8 : p.stages >= 12 ? 4 : p.stages >= 4 ? 2 : 1;
         p.items = static_cast<std::uint32_t>(ceil_div(ceil_div(upper.rows, step), detail::decode_warps / p.split));
         return p;
     }
 
     /// Blocks that the current device holds, at most `limit`. Loads the kernel.
-    static std::uint32_t blocks_of(void (*kernel)(detail::decode_arguments), std::size_t bytes, std::uint32_t limit) {
+    static std::uint32_t blocks_of(void (*kernel)(detail::decode_arguments), std::uint32_t threads, std::size_t bytes,
+                                   std::uint32_t limit) {
         int on_each = 0;
         detail::allow_shared_bytes(reinterpret_cast<const void*>(kernel), bytes);
-        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&on_each, kernel, detail::decode_threads, bytes),
+        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&on_each, kernel, static_cast<int>(threads), bytes),
               "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
         const auto most = static_cast<std::uint32_t>(on_each * detail::multiprocessors());
         return limit > 0 ? smaller(limit, most) : most;
     }
 
     /// The blocks may start before what was enqueued before them ends; they wait for it themselves (griddepcontrol.wait).
-    static void launch_early(void (*kernel)(detail::decode_arguments), std::uint32_t blocks, std::size_t bytes, cudaStream_t stream,
-                             const detail::decode_arguments& a) {
+    void launch_early(void (*kernel)(detail::decode_arguments), std::uint32_t threads, std::uint32_t blocks, std::size_t bytes,
+                      cudaStream_t stream, const detail::decode_arguments& a) const {
         cudaLaunchAttribute early{};
         early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
         early.val.programmaticStreamSerializationAllowed = 1;
         cudaLaunchConfig_t config{};
         config.gridDim = dim3(blocks);
-        config.blockDim = dim3(detail::decode_threads);
+        config.blockDim = dim3(threads);
         config.dynamicSmemBytes = bytes;
         config.stream = stream;
         config.attrs = &early;
-        config.numAttrs = 1;
+        config.numAttrs = starts_early_ ? 1 : 0;
         check(cudaLaunchKernelEx(&config, kernel, a), "cudaLaunchKernelEx");
     }
 
@@ -241,7 +252,8 @@ private:
         if (step.hidden.tokens > max_tokens_) {
             refuse(std::to_string(step.hidden.tokens) + " tokens, made for " + std::to_string(max_tokens_));
         }
-        if (step.hidden.type != operand_type || step.hidden.hidden != hidden || reinterpret_cast<std::uintptr_t>(step.hidden.data) % 16 != 0) {
+        if (step.hidden.type != operand_type || step.hidden.hidden != hidden ||
+            reinterpret_cast<std::uintptr_t>(step.hidden.data) % 16 != 0) {
             refuse("hidden states have to be " + std::string(name(operand_type)) + ", " + std::to_string(hidden) +
                    " a token, and start at a multiple of 16 bytes");
         }
@@ -259,6 +271,7 @@ private:
     std::uint32_t max_tokens_;
     std::uint32_t k_;
     std::array<std::uint32_t, 2> blocks_{};
+    bool starts_early_ = false;  ///< devices of compute capability 9 can
 };
 
 }  // namespace penstock::inline v0_1

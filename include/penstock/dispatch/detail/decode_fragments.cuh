@@ -70,14 +70,13 @@ struct fragment<format::fp8_block128> {
 
     /// Bytes 0 and 1, 2 and 3 of a word.
     __device__ static void widen(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
-        NV_IF_ELSE_TARGET(
-            NV_PROVIDES_SM_89,
-            (asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %2;\n cvt.rn.f16x2.e4m3x2 %0, l;\n cvt.rn.f16x2.e4m3x2 %1, h;\n}"
-                 : "=r"(low), "=r"(high)
-                 : "r"(word));),
-            (float f[4]; e4m3_to_floats(word & 0xffffu, f[0], f[1]); e4m3_to_floats(word >> 16, f[2], f[3]);
-             low = encode_f16(f[0]) | static_cast<std::uint32_t>(encode_f16(f[1])) << 16;
-             high = encode_f16(f[2]) | static_cast<std::uint32_t>(encode_f16(f[3])) << 16;))
+        NV_IF_ELSE_TARGET(NV_PROVIDES_SM_89,
+                          (asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %2;\n cvt.rn.f16x2.e4m3x2 %0, l;\n cvt.rn.f16x2.e4m3x2 %1, h;\n}"
+                               : "=r"(low), "=r"(high)
+                               : "r"(word));),
+                          (float f[4]; e4m3_to_floats(word & 0xffffu, f[0], f[1]); e4m3_to_floats(word >> 16, f[2], f[3]);
+                           low = encode_f16(f[0]) | static_cast<std::uint32_t>(encode_f16(f[1])) << 16;
+                           high = encode_f16(f[2]) | static_cast<std::uint32_t>(encode_f16(f[3])) << 16;))
     }
 
     __device__ static void add_word(tile_sums& sums, std::uint32_t upper, std::uint32_t lower, std::uint32_t x01, std::uint32_t x23) {
