@@ -310,6 +310,33 @@ TEST_CASE("S07 demand waits behind prefetch: priority serves it after at most th
     CHECK(reads == 101);
 }
 
+TEST_CASE("a request can be lowered, and cancelled while the others go on") {
+    slow_source source;
+    source.allow(0);
+    weight_stream<memory::pageable, chunk128, scheduler::priority<3>> stream({.readers = 1});
+    std::vector<std::byte> to(128 * 9);
+    std::vector<transfer> list;
+    for (std::uint32_t i = 0; i < 9; ++i) {  // three requests of three chunks
+        list.push_back(from_file(i / 3, i / 3, i % 3 * 128, std::span(to).subspan(i * 128, 128), urgency::prefetch));
+    }
+    ticket load = stream.start(list, source, on_host());
+    source.wait_for_reads(1);
+    load.change(0, urgency::background);
+    load.cancel(1);
+    load.cancel(1);
+    CHECK_THROWS_AS(load.cancel(9), configuration_error);
+    CHECK_THROWS_AS(load.change(9, urgency::prefetch), configuration_error);
+    source.allow(1000);
+    load.wait(2);
+    CHECK_THROWS_WITH_AS(load.wait(1), doctest::Contains("request 1"), cancelled);
+    load.wait();
+    CHECK(source.reads() == std::vector<std::uint32_t>{0, 2, 2, 2, 0, 0});
+    CHECK(load.report().bytes == 6 * 128);
+    load.cancel(0);  // there already
+    load.wait(0);
+    CHECK(tests::holds(std::span(to).first(3 * 128), 0, 0));
+}
+
 TEST_CASE("S07 a queued prefetch for the same expert is promoted, not repeated") {
     const auto [place, reads] = urgent_among_background<weight_stream<memory::pageable, chunk128, scheduler::priority<3>>>(true);
     CHECK(place == 1);  // behind the one in flight

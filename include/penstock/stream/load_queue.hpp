@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 
 namespace penstock::inline v0_1::detail {
 
@@ -50,13 +51,49 @@ public:
 
     /// Makes a request as urgent as can be. Whether that changed anything.
     bool promote(load_state& load, std::uint32_t r) {
-        if (load.error || load.requests[r].what.level == urgency::on_demand) {
+        const request& now = load.requests[r].what;
+        return change(load, r, urgency::on_demand, now.deadline, now.weight);
+    }
+
+    /// Gives what is left of a request another level, deadline and weight. Whether that changed anything. A queue without change() hears
+    /// only of what became more urgent, by another push().
+    bool change(load_state& load, std::uint32_t r, urgency level, std::uint64_t deadline, std::uint32_t weight) {
+        request& now = load.requests[r].what;
+        if (load.error || (now.level == level && now.deadline == deadline && now.weight == weight)) {
             return false;
         }
-        load.requests[r].what.level = urgency::on_demand;
-        if (load.untaken_left[r] > 0 && !change(load.requests[r].what)) {
-            queue_.push(load.requests[r].what);
+        const request before = std::exchange(now, request{now.id, now.chunks, level, deadline, weight, now.chunk_bytes});
+        if (load.untaken_left[r] > 0 && !tell(now) && sooner(now, before)) {
+            queue_.push(now);
         }
+        return true;
+    }
+
+    /// Leaves out the chunks of a request that nobody has taken. Whether there were any.
+    bool drop(load_state& load, std::uint32_t r) {
+        if (load.error || load.untaken_left[r] == 0) {
+            return false;
+        }
+        const planned_request& q = load.requests[r];
+        for (std::uint32_t i = q.first_chunk; i < q.first_chunk + q.what.chunks; ++i) {
+            if (load.taken[i] == 0) {
+                load.taken[i] = 1;
+                load.untaken_staged -= load.routes[i] == route::staged ? 1 : 0;
+                untaken_staged_ -= load.routes[i] == route::staged ? 1 : 0;
+                load.bytes -= load.chunks[i].bytes;
+            }
+        }
+        const std::uint32_t dropped = std::exchange(load.untaken_left[r], 0);
+        load.untaken -= dropped;
+        untaken_ -= dropped;
+        load.left[r] -= dropped;
+        load.chunks_left -= dropped;
+        load.dropped[r] = 1;
+        if (load.chunks_left == 0) {
+            load.seconds = load.elapsed();
+        }
+        forget(load, r);
+        cancel(q.what.id);
         return true;
     }
 
@@ -118,7 +155,7 @@ private:
     };
 
     /// Whether the queue knows now what it is to know of a request. Of requests with the same number it cannot change one.
-    bool change([[maybe_unused]] const request& r) {
+    bool tell([[maybe_unused]] const request& r) {
         if constexpr (changeable_queue<typename Scheduler::queue>) {
             const auto same = live_.find(r.id);
             return same != live_.end() && same->second.size() == 1 && queue_.change(r);

@@ -58,6 +58,7 @@ struct load_state : plan_parts {
           routes(chunks.size(), route::to_host),
           taken(chunks.size()),
           left(requests.size()),
+          dropped(requests.size()),
           untaken_left(requests.size()),
           chunks_left(chunks.size()) {
         for (std::uint32_t r = 0; r < requests.size(); ++r) {
@@ -78,6 +79,7 @@ struct load_state : plan_parts {
     std::vector<route> routes;                ///< by chunk; fixed before the load is enqueued
     std::vector<std::uint8_t> taken;          ///< by chunk: someone brings it or has brought it
     std::vector<std::uint32_t> left;          ///< by request: chunks that have not arrived
+    std::vector<std::uint8_t> dropped;        ///< by request: chunks of it were left out
     std::vector<std::uint32_t> untaken_left;  ///< by request: chunks that nobody has taken
     std::uint64_t untaken = 0;
     std::uint64_t untaken_staged = 0;  ///< of these, how many need a staging slot
@@ -102,7 +104,9 @@ class load_engine {
 public:
     virtual ~load_engine() = default;
     virtual void fail(load_state& load, std::exception_ptr why) = 0;
-    virtual void promote(load_state& load, std::uint64_t request) = 0;
+    virtual void change(load_state& load, std::uint32_t request, urgency level, std::uint64_t deadline, std::uint32_t weight) = 0;
+    virtual void promote(load_state& load, std::uint32_t request) = 0;
+    virtual void drop(load_state& load, std::uint32_t request) = 0;
 
     std::mutex mutex;
     std::condition_variable arrived;  ///< a chunk arrived, a load failed, a thread left a load
@@ -148,13 +152,17 @@ public:
         }
     }
 
-    /// The same for one request. @throws configuration_error for a number that the load does not have
+    /// The same for one request. @throws configuration_error for a number that the load does not have, cancelled for a request that
+    /// cancel() has cut short
     void wait(std::uint64_t request) {
         const std::uint32_t r = number(request);
         std::unique_lock lock(engine_->mutex);
         engine_->arrived.wait(lock, [&] { return load_->left[r] == 0 || (load_->error && load_->in_flight == 0); });
         if (load_->left[r] > 0) {
             std::rethrow_exception(load_->error);
+        }
+        if (load_->dropped[r] != 0) {
+            throw cancelled("penstock: request " + std::to_string(request) + " of the load was cancelled");
         }
     }
 
@@ -165,10 +173,17 @@ public:
     }
 
     /// Makes what is left of a request as urgent as can be: it is not read twice, it moves to the front of a scheduler that has priorities.
-    void promote(std::uint64_t request) {
-        static_cast<void>(number(request));
-        engine_->promote(*load_, request);
+    void promote(std::uint64_t request) { engine_->promote(*load_, number(request)); }
+
+    /// Gives what is left of a request another level, deadline and weight, up or down; chunks that were begun stay begun. A scheduler whose
+    /// queue has no change() hears only of what became more urgent. @throws configuration_error for a number that the load does not have
+    void change(std::uint64_t request, urgency level, std::uint64_t deadline = no_deadline, std::uint32_t weight = 1) {
+        engine_->change(*load_, number(request), level, deadline, weight);
     }
+
+    /// Begins no further chunk of a request; the other requests of the load go on, and wait() waits for them alone. Does nothing for a
+    /// request that has begun its last chunk. @throws configuration_error for a number that the load does not have
+    void cancel(std::uint64_t request) { engine_->drop(*load_, number(request)); }
 
     /// What has been moved so far; after wait(), all of it.
     [[nodiscard]] stream_report report() const {
