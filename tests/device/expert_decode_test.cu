@@ -213,6 +213,7 @@ TEST_CASE("a token's bits are the same alone, in a batch, with other blocks and 
     const batch b = random_batch<ps::format::fp8_block128>(l, 12, 3, random);
     const std::vector<float> all = run<ps::format::fp8_block128>(l, b, 12, false);
     CHECK(run<ps::format::fp8_block128>(l, b, 64, false) == all);
+    CHECK(run<ps::format::fp8_block128>(l, b, 5000, false) == all);  // rows of so many pairs stay in global memory
     CHECK(run<ps::format::fp8_block128>(l, b, 12, false, 3) == all);
     CHECK(run<ps::format::fp8_block128>(on_host, b, 12, false) == all);
     for (const std::uint32_t t : {0u, 5u, 11u}) {
@@ -222,6 +223,7 @@ TEST_CASE("a token's bits are the same alone, in a batch, with other blocks and 
         one.weights.assign(b.weights.begin() + t * 3, b.weights.begin() + (t + 1) * 3);
         one.input_scale.assign(3, 1.0f);
         const std::vector<float> alone = run<ps::format::fp8_block128>(l, one, 1, false);
+        CHECK(run<ps::format::fp8_block128>(l, one, 5000, false) == alone);
         CHECK(same_bits(alone.data(), all.data() + t * 512, 512));
     }
 }

@@ -126,7 +126,7 @@ public:
         a.out = step.out.data;
         a.out_type = step.out.type;
         a.combines = a.pairs <= detail::decode_pairs_without_sorting;
-        a.rows_in_shared = static_cast<std::uint64_t>(max_tokens_) * k_ <= most_rows_in_shared;
+        a.rows_in_shared = a.combines || rows_in_shared();
         if (!a.combines) {
             auto* rows = reinterpret_cast<std::int32_t*>(workspace.data() + at.rows);
             auto* offsets = reinterpret_cast<std::uint32_t*>(workspace.data() + at.offsets);
@@ -156,7 +156,11 @@ public:
     }
 
 private:
-    static constexpr std::uint32_t most_rows_in_shared = 1024;
+    /// Whether sorted pairs find room in shared memory beside the works of all experts; else they are read where they lie.
+    [[nodiscard]] bool rows_in_shared() const noexcept {
+        const std::uint64_t pairs = static_cast<std::uint64_t>(max_tokens_) * k_;
+        return pairs <= 1024 && smaller<std::uint64_t>(pairs, experts_) * sizeof(detail::decode_work) <= 9 << 10;
+    }
     static constexpr std::uint32_t copies = 16;  ///< of one token's scaled hidden states, which all blocks read at once
 
     struct workspace_places {
@@ -199,10 +203,11 @@ private:
     template <std::uint32_t Tokens>
     [[nodiscard]] std::size_t shared_bytes() const noexcept {
         using ring = detail::decode_ring<Format, Tokens>;
+        constexpr std::uint64_t few = detail::decode_pairs_without_sorting;
         const std::uint64_t pairs = static_cast<std::uint64_t>(Tokens == 1 ? 1 : max_tokens_) * k_;
         return ring::bytes + ring::sums_bytes + smaller<std::uint64_t>(pairs, experts_) * sizeof(detail::decode_work) +
-               (pairs <= most_rows_in_shared ? pairs : 0) * sizeof(std::int32_t) +
-               smaller<std::uint64_t>(pairs, detail::decode_pairs_without_sorting) * 2 * sizeof(float);
+               (rows_in_shared() ? pairs : smaller<std::uint64_t>(pairs, few)) * sizeof(std::int32_t) +
+               smaller<std::uint64_t>(pairs, few) * 2 * sizeof(float);
     }
 
     static detail::decode_phase phase(const matrix_layout& upper, const matrix_layout& lower, std::uint32_t step, std::uint32_t shift) {
