@@ -311,6 +311,54 @@ TEST_CASE("calls are captured once and replayed, with other inputs in the same m
     }
 }
 
+TEST_CASE("pairs that come sorted give the same bits, and calls follow each other without a wait") {
+    std::mt19937 random(6);
+    const layer l({.kind = weight_kind::bf16, .hidden = 256, .intermediate = 192}, 16, random);
+    const ps::expert_decode<ps::format::bf16> decode(l.layout(), 16, 24, 4);
+    const ps::stream stream;
+    for (const std::uint32_t tokens : {3u, 24u}) {
+        const batch b = random_batch<ps::format::bf16>(l, tokens, 4, random);
+        const std::vector<float> want = run<ps::format::bf16>(l, b, 24, false);
+        std::vector<std::int32_t> order(b.ids.size());
+        std::vector<std::uint32_t> begins(17, 0);
+        for (std::size_t p = 0; p < order.size(); ++p) {
+            order[p] = static_cast<std::int32_t>(p);
+            for (auto e = static_cast<std::size_t>(b.ids[p]) + 1; e <= 16; ++e) {
+                ++begins[e];
+            }
+        }
+        std::stable_sort(order.begin(), order.end(), [&](std::int32_t i, std::int32_t j) {
+            return b.ids[static_cast<std::size_t>(i)] < b.ids[static_cast<std::size_t>(j)];
+        });
+        const guarded<std::int32_t> rows(order), ids(b.ids);
+        const guarded<std::uint32_t> offsets(begins);
+        const guarded<std::uint16_t> hidden(b.hidden);
+        const guarded<float> weights(b.weights);
+        guarded<std::byte> workspace(decode.workspace_bytes());
+        ps::check(cudaMemset(workspace.data(), 0, decode.counter_bytes()), "cudaMemset");
+        std::vector<std::unique_ptr<guarded<float>>> outs;
+        for (int call = 0; call < 20; ++call) {
+            outs.push_back(std::make_unique<guarded<float>>(want.size()));
+        }
+        ps::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+        for (std::size_t call = 0; call < outs.size(); ++call) {
+            const bool sorted = call % 3 != 0;
+            decode.enqueue({.records = l.table->data(),
+                            .hidden = {hidden.data(), ps::dtype::bf16, tokens, 256},
+                            .ids = ids.data(),
+                            .rows = sorted ? rows.data() : nullptr,
+                            .offsets = sorted ? offsets.data() : nullptr,
+                            .weights = weights.data(),
+                            .out = {outs[call]->data(), ps::dtype::f32, tokens, 256}},
+                           {workspace.data(), workspace.size()}, stream.get());
+        }
+        stream.synchronize();
+        for (const auto& out : outs) {
+            CHECK(out->get() == want);
+        }
+    }
+}
+
 TEST_CASE("what does not fit is refused by name") {
     const ps::expert_layout odd = make_layout({.kind = weight_kind::bf16, .hidden = 100, .intermediate = 36});
     CHECK_THROWS_WITH_AS(ps::expert_decode<ps::format::bf16>(odd, 4, 1, 2), doctest::Contains("16 bytes"), ps::configuration_error);
@@ -326,4 +374,11 @@ TEST_CASE("what does not fit is refused by name") {
     CHECK_THROWS_WITH_AS(decode.enqueue(step, {memory.data(), 256}, nullptr), doctest::Contains("workspace"), ps::configuration_error);
     step.hidden.type = ps::dtype::f32;
     CHECK_THROWS_WITH_AS(decode.enqueue(step, {memory.data(), memory.size()}, nullptr), doctest::Contains("BF16"), ps::configuration_error);
+    step.hidden.type = ps::dtype::bf16;
+    step.out.type = ps::dtype::u8;
+    CHECK_THROWS_WITH_AS(decode.enqueue(step, {memory.data(), memory.size()}, nullptr), doctest::Contains("U8"), ps::configuration_error);
+    step.out.type = ps::dtype::f32;
+    step.rows = reinterpret_cast<const std::int32_t*>(memory.data());
+    CHECK_THROWS_WITH_AS(decode.enqueue(step, {memory.data(), memory.size()}, nullptr), doctest::Contains("come together"),
+                         ps::configuration_error);
 }

@@ -7,6 +7,7 @@
 #include <penstock/cuda/device.hpp>
 
 #include <cstddef>
+#include <span>
 #include <tuple>
 #include <utility>
 
@@ -45,26 +46,56 @@ inline int multiprocessors() {
     return count;
 }
 
+/// Whether `kernel` was compiled for compute capability 9 or later, so that it has the instructions of clusters and of early launches. Loads
+/// the kernel. @throws cuda_error
+inline bool compiled_for_sm_90(const void* kernel) {
+    cudaFuncAttributes about{};
+    check(cudaFuncGetAttributes(&about, kernel), "cudaFuncGetAttributes");
+    return about.ptxVersion >= 90;
+}
+
+/// Brings kernels to the current device now and not at their first launch, which could find the device at work or a stream captured.
+/// @throws cuda_error
+template <class... Kernels>
+void load_kernels(Kernels*... kernels) {
+    cudaFuncAttributes about{};
+    (check(cudaFuncGetAttributes(&about, reinterpret_cast<const void*>(kernels)), "cudaFuncGetAttributes"), ...);
+}
+
+/// As `launch`, with attributes.
+template <class... Params, class... Args>
+void launch_with(std::span<cudaLaunchAttribute> attributes, void (*kernel)(Params...), dim3 grid, dim3 block, std::size_t shared_bytes,
+                 cudaStream_t stream, Args&&... args) {
+    static_assert(sizeof...(Params) == sizeof...(Args), "penstock: launch takes as many arguments as the kernel has parameters");
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0) {
+        return;
+    }
+    if (shared_bytes > shared_bytes_without_question) {
+        allow_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes);
+    }
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = attributes.data();
+    config.numAttrs = static_cast<unsigned>(attributes.size());
+    std::tuple<Params...> values{static_cast<Params>(std::forward<Args>(args))...};
+    std::apply(
+        [&](Params&... value) {
+            void* pointers[sizeof...(Params) + 1] = {const_cast<void*>(static_cast<const volatile void*>(&value))..., nullptr};
+            check(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), pointers), "cudaLaunchKernelExC");
+        },
+        values);
+}
+
 }  // namespace detail
 
 /// Enqueues `kernel` on `stream` with `shared_bytes` of dynamic shared memory, for which it opts in where that is more than a kernel gets
 /// unasked. An empty grid launches nothing. Asynchronous; capturable. @throws cuda_error for a launch that the runtime refuses
 template <class... Params, class... Args>
 void launch(void (*kernel)(Params...), dim3 grid, dim3 block, std::size_t shared_bytes, cudaStream_t stream, Args&&... args) {
-    static_assert(sizeof...(Params) == sizeof...(Args), "penstock: launch takes as many arguments as the kernel has parameters");
-    if (grid.x == 0 || grid.y == 0 || grid.z == 0) {
-        return;
-    }
-    if (shared_bytes > detail::shared_bytes_without_question) {
-        detail::allow_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes);
-    }
-    std::tuple<Params...> values{static_cast<Params>(std::forward<Args>(args))...};
-    std::apply(
-        [&](Params&... value) {
-            void* pointers[sizeof...(Params) + 1] = {const_cast<void*>(static_cast<const volatile void*>(&value))..., nullptr};
-            check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, block, pointers, shared_bytes, stream), "cudaLaunchKernel");
-        },
-        values);
+    detail::launch_with({}, kernel, grid, block, shared_bytes, stream, std::forward<Args>(args)...);
 }
 
 }  // namespace penstock::inline v0_1

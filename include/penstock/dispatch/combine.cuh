@@ -163,6 +163,8 @@ struct combine_launcher {
     }
 };
 
+inline void load_combine() { load_kernels(combine_rows<format::f32>, combine_rows<format::bf16>, combine_rows<format::f16>); }
+
 /// The body of executor::cuda::combine. @param experts ids from here on visit nobody
 inline void run_combine(const float* partial, const std::int32_t* ids, const float* weights, std::uint32_t k, const float* shared,
                         activations_out out, cudaStream_t stream, std::uint32_t experts = 1u << 31) {

@@ -5,6 +5,7 @@
 #endif
 
 #include <penstock/dispatch/decode.hpp>
+#include <penstock/dispatch/detail/warp.cuh>
 #include <penstock/model/weight_format.hpp>
 
 #include <nv/target>
@@ -190,33 +191,6 @@ __device__ float load_scale(const std::byte* record, const matrix_layout& m, std
     } else {
         return 1.0f;
     }
-}
-
-/// Sum of each of `N` values over the 32 lanes of a warp, in 31 shuffles for N = 32. Afterwards value i is in the lanes whose number
-/// divided by 32 / N is i. Each value is added in the same order whatever N is: lanes 16 apart first, neighbours last.
-/// @pre N is a power of two, at most 32; all lanes of the warp take part.
-template <int N>
-__device__ float warp_sums(float (&value)[N]) {
-    const std::uint32_t lane = threadIdx.x % 32;
-    int held = N;
-#pragma unroll
-    for (std::uint32_t distance = 16; distance > 0; distance /= 2) {
-        if (held > 1) {
-            held /= 2;
-            const bool upper = (lane & distance) != 0;
-#pragma unroll
-            for (int i = 0; i < N / 2; ++i) {
-                if (i < held) {
-                    const float keep = upper ? value[i + held] : value[i];
-                    const float give = upper ? value[i] : value[i + held];
-                    value[i] = keep + __shfl_xor_sync(0xffffffffu, give, static_cast<int>(distance));
-                }
-            }
-        } else {
-            value[0] += __shfl_xor_sync(0xffffffffu, value[0], static_cast<int>(distance));
-        }
-    }
-    return value[0];
 }
 
 }  // namespace penstock::inline v0_1::detail

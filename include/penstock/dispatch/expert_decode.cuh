@@ -22,22 +22,25 @@ struct decode_step {
     const std::byte* const* records = nullptr;  ///< [experts], each at a multiple of 16 bytes; of experts that no id names, unused
     activations hidden;                         ///< in the operand's type: f16 for experts in f16, else bf16
     const std::int32_t* ids = nullptr;          ///< [tokens, k]; outside [0, experts): no expert
-    const float* weights = nullptr;             ///< [tokens, k]; null: every weight is 1
-    const float* input_scale = nullptr;         ///< [tokens, k], multiplies the input of the pair; may be null
-    const float* shared = nullptr;              ///< [tokens, hidden], added; may be null
-    activations_out out;                        ///< [tokens, hidden]
+    const std::int32_t* rows = nullptr;      ///< with `offsets`: the pairs sorted by expert, as executor::cuda::route_to_work and permute
+    const std::uint32_t* offsets = nullptr;  ///< write them; where they are null, calls with many pairs sort the ids themselves
+    const float* weights = nullptr;          ///< [tokens, k]; null: every weight is 1
+    const float* input_scale = nullptr;      ///< [tokens, k], multiplies the input of the pair; may be null
+    const float* shared = nullptr;           ///< [tokens, hidden], added; may be null
+    activations_out out;                     ///< [tokens, hidden]
 };
 
 /// The experts of a layer for few tokens each: out[t] = sum over j, ascending, of weights[t, j] * expert ids[t, j] of hidden[t], + shared[t].
 ///
 /// One launch reads the weights, each once for up to eight tokens, from wherever `records` point: device, peer or mapped host memory. With
-/// more than 32 pairs two more launches sort them before and add them up after. Inputs, and what lies between the two matrices, are in 16
-/// bits (W.A16); products are added in float32, and so are the outputs of a token's experts. The bits of a pair's result depend on the
-/// record, its layout and the pair's input alone.
+/// more than 32 pairs a launch before sorts them, unless they come sorted, and one after adds them up. Inputs, and what lies between the two
+/// matrices, are in 16 bits (W.A16); products are added in float32, and so are the outputs of a token's experts. The bits of a pair's result
+/// depend on the record, its layout and the pair's input alone.
 ///
-/// After its construction nothing allocates, waits or copies to the device; calls are capturable. Calls that share a workspace follow each
-/// other on one stream. Blocks wait for blocks that run already, never for such as have yet to start: neighbours on other streams
-/// delay a call, and cannot stop it.
+/// An object serves the device that was current when it was made. After that nothing allocates, waits or copies to the device; calls are
+/// capturable. A workspace serves calls of one object that follow each other on one stream: where another object has its counters, this one
+/// may have results. Blocks wait for blocks that run already, never for such as have yet to start: neighbours on other streams delay a call,
+/// and cannot stop it.
 /// @tparam Format of the weights: format::bf16, f16 or fp8_block128
 template <class Format>
 class expert_decode {
@@ -45,7 +48,7 @@ class expert_decode {
     static constexpr bool two_planes = fragment::planes == 2;
 
 public:
-    static constexpr dtype operand_type = fragment::type == detail::operand::bf16 ? dtype::bf16 : dtype::f16;
+    static constexpr dtype operand_type = fragment::type;  ///< of hidden states
 
     /// For calls of up to `max_tokens` tokens. @param blocks the most blocks that a call may use; 0: as many as the current device holds.
     /// @throws configuration_error for a layout that serves() refuses, cuda_error
@@ -65,13 +68,14 @@ public:
         arguments_.rule = rule_of(layout);
         arguments_.experts = experts;
         arguments_.k = k;
-        int device = 0;
-        int major = 0;
-        check(cudaGetDevice(&device), "cudaGetDevice");
-        check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-        starts_early_ = major >= 9;
-        blocks_[0] = blocks_of(detail::decode_experts<Format, 1>, detail::decode_threads, shared_bytes<1>(), blocks);
-        blocks_[1] = blocks_of(detail::decode_experts<Format, 8>, detail::decode_threads, shared_bytes<8>(), blocks);
+        blocks_[0] = blocks_of(detail::decode_experts<Format, 1>, shared_bytes<1>(), blocks);
+        blocks_[1] = blocks_of(detail::decode_experts<Format, 8>, shared_bytes<8>(), blocks);
+        starts_early_ = detail::compiled_for_sm_90(reinterpret_cast<const void*>(detail::decode_experts<Format, 1>));
+        if constexpr (two_planes) {
+            detail::load_kernels(detail::scale_hidden<scale_warps>);
+        }
+        detail::load_permute();
+        detail::load_combine();
     }
 
     /// Why a layout is not served, if it is not: rows are contiguous, start at multiples of 16 bytes and hold whole multiples of 16 bytes.
@@ -119,7 +123,7 @@ public:
         a.input_scale = step.input_scale;
         a.weights = step.weights;
         a.shared = step.shared;
-        a.activated = reinterpret_cast<std::uint16_t*>(workspace.data() + at.activated);
+        a.activated = workspace.data() + at.activated;
         a.partial = reinterpret_cast<float*>(workspace.data() + at.partial);
         a.counters = reinterpret_cast<std::uint32_t*>(workspace.data());
         a.most_groups = most_groups();
@@ -128,27 +132,30 @@ public:
         a.combines = a.pairs <= detail::decode_pairs_without_sorting;
         a.rows_in_shared = a.combines || rows_in_shared();
         if (!a.combines) {
-            auto* rows = reinterpret_cast<std::int32_t*>(workspace.data() + at.rows);
-            auto* offsets = reinterpret_cast<std::uint32_t*>(workspace.data() + at.offsets);
-            detail::run_permute(step.ids, a.pairs, experts_, rows, offsets, {workspace.data() + at.scratch, at.scratch_bytes},
-                                at.scratch_bytes, stream);
-            a.rows = rows;
-            a.offsets = offsets;
+            a.rows = step.rows;
+            a.offsets = step.offsets;
+            if (step.rows == nullptr) {
+                auto* rows = reinterpret_cast<std::int32_t*>(workspace.data() + at.rows);
+                auto* offsets = reinterpret_cast<std::uint32_t*>(workspace.data() + at.offsets);
+                detail::run_permute(step.ids, a.pairs, experts_, rows, offsets, {workspace.data() + at.scratch, at.scratch_bytes},
+                                    at.scratch_bytes, stream);
+                a.rows = rows;
+                a.offsets = offsets;
+            }
         }
         if constexpr (two_planes) {
             for (std::size_t i = 0; i < 2; ++i) {
                 a.scaled[i] = {workspace.data() + at.planes[i], reinterpret_cast<float*>(workspace.data() + at.scales[i]),
                                i == 0 && tokens == 1 ? copies : 1, i == 0 ? tokens : a.pairs};
             }
-            constexpr std::uint32_t warps = 4;
-            const std::uint64_t blocks = ceil_div(tokens * ceil_div(arguments_.phase[0].cols, 128), warps);
-            launch(detail::scale_hidden<warps>, dim3(static_cast<unsigned>(blocks), a.scaled[0].copies), dim3(warps * 32), 0, stream,
-                   static_cast<const std::uint16_t*>(step.hidden.data), tokens, arguments_.phase[0].cols, a.scaled[0]);
+            const std::uint64_t blocks = ceil_div(tokens * ceil_div(arguments_.phase[0].cols, 128), scale_warps);
+            launch(detail::scale_hidden<scale_warps>, dim3(static_cast<unsigned>(blocks), a.scaled[0].copies), dim3(scale_warps * 32), 0,
+                   stream, static_cast<const std::uint16_t*>(step.hidden.data), tokens, arguments_.phase[0].cols, a.scaled[0]);
         }
         if (tokens == 1) {
-            launch_early(detail::decode_experts<Format, 1>, detail::decode_threads, blocks_[0], shared_bytes<1>(), stream, a);
+            launch_early(detail::decode_experts<Format, 1>, blocks_[0], shared_bytes<1>(), stream, a);
         } else {
-            launch_early(detail::decode_experts<Format, 8>, detail::decode_threads, blocks_[1], shared_bytes<8>(), stream, a);
+            launch_early(detail::decode_experts<Format, 8>, blocks_[1], shared_bytes<8>(), stream, a);
         }
         if (!a.combines) {
             detail::run_combine(a.partial, step.ids, step.weights, k_, step.shared, step.out, stream, experts_);
@@ -161,7 +168,9 @@ private:
         const std::uint64_t pairs = static_cast<std::uint64_t>(max_tokens_) * k_;
         return pairs <= 1024 && smaller<std::uint64_t>(pairs, experts_) * sizeof(detail::decode_work) <= 9 << 10;
     }
-    static constexpr std::uint32_t copies = 16;  ///< of one token's scaled hidden states, which all blocks read at once
+
+    static constexpr std::uint32_t scale_warps = 4;  ///< of a block of scale_hidden
+    static constexpr std::uint32_t copies = 16;      ///< of one token's scaled hidden states, which all blocks read at once
 
     struct workspace_places {
         std::size_t activated, partial, rows, offsets, scratch, scratch_bytes, bytes;
@@ -225,30 +234,23 @@ private:
     }
 
     /// Blocks that the current device holds, at most `limit`. Loads the kernel.
-    static std::uint32_t blocks_of(void (*kernel)(detail::decode_arguments), std::uint32_t threads, std::size_t bytes,
-                                   std::uint32_t limit) {
+    static std::uint32_t blocks_of(void (*kernel)(detail::decode_arguments), std::size_t bytes, std::uint32_t limit) {
         int on_each = 0;
         detail::allow_shared_bytes(reinterpret_cast<const void*>(kernel), bytes);
-        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&on_each, kernel, static_cast<int>(threads), bytes),
+        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&on_each, kernel, static_cast<int>(detail::decode_threads), bytes),
               "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
         const auto most = static_cast<std::uint32_t>(on_each * detail::multiprocessors());
         return limit > 0 ? smaller(limit, most) : most;
     }
 
     /// The blocks may start before what was enqueued before them ends; they wait for it themselves (griddepcontrol.wait).
-    void launch_early(void (*kernel)(detail::decode_arguments), std::uint32_t threads, std::uint32_t blocks, std::size_t bytes,
-                      cudaStream_t stream, const detail::decode_arguments& a) const {
+    void launch_early(void (*kernel)(detail::decode_arguments), std::uint32_t blocks, std::size_t bytes, cudaStream_t stream,
+                      const detail::decode_arguments& a) const {
         cudaLaunchAttribute early{};
         early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
         early.val.programmaticStreamSerializationAllowed = 1;
-        cudaLaunchConfig_t config{};
-        config.gridDim = dim3(blocks);
-        config.blockDim = dim3(threads);
-        config.dynamicSmemBytes = bytes;
-        config.stream = stream;
-        config.attrs = &early;
-        config.numAttrs = starts_early_ ? 1 : 0;
-        check(cudaLaunchKernelEx(&config, kernel, a), "cudaLaunchKernelEx");
+        detail::launch_with({&early, starts_early_ ? std::size_t{1} : 0}, kernel, dim3(blocks), dim3(detail::decode_threads), bytes, stream,
+                            a);
     }
 
     void refuse_wrong(const decode_step& step, std::span<std::byte> workspace) const {
@@ -261,6 +263,12 @@ private:
             reinterpret_cast<std::uintptr_t>(step.hidden.data) % 16 != 0) {
             refuse("hidden states have to be " + std::string(name(operand_type)) + ", " + std::to_string(hidden) +
                    " a token, and start at a multiple of 16 bytes");
+        }
+        if (step.out.type != dtype::f32 && step.out.type != dtype::bf16 && step.out.type != dtype::f16) {
+            detail::refuse_type("an output", step.out.type);
+        }
+        if ((step.rows == nullptr) != (step.offsets == nullptr)) {
+            refuse("rows and offsets of sorted pairs come together");
         }
         if (step.out.tokens != step.hidden.tokens || step.out.hidden != hidden) {
             refuse("the output is not as large as the hidden states");
@@ -276,7 +284,7 @@ private:
     std::uint32_t max_tokens_;
     std::uint32_t k_;
     std::array<std::uint32_t, 2> blocks_{};
-    bool starts_early_ = false;  ///< devices of compute capability 9 can
+    bool starts_early_ = false;  ///< where the kernel waits itself for what was enqueued before it
 };
 
 }  // namespace penstock::inline v0_1

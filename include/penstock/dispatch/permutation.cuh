@@ -151,6 +151,11 @@ __global__ __launch_bounds__(Threads)
     }
 }
 
+inline void load_permute() {
+    load_kernels(permute_in_one_block<permute_threads>, count_pairs<permute_threads>, scan_counts<permute_threads>,
+                 place_pairs<permute_threads>);
+}
+
 /// The body of executor::cuda::permute.
 inline void run_permute(const std::int32_t* ids, std::uint32_t pairs, std::uint32_t experts, std::int32_t* rows, std::uint32_t* offsets,
                         std::span<std::byte> scratch, std::size_t scratch_bytes, cudaStream_t stream) {

@@ -60,12 +60,7 @@ namespace detail {
 __device__ inline std::uint32_t sum_of_threads_before(std::uint32_t mine, std::uint32_t* totals, std::uint32_t& all) {
     const std::uint32_t warp = threadIdx.x / 32;
     const std::uint32_t lane = threadIdx.x % 32;
-    std::uint32_t up_to_here = mine;
-#pragma unroll
-    for (unsigned distance = 1; distance < 32; distance *= 2) {
-        const std::uint32_t other = __shfl_up_sync(whole_warp, up_to_here, distance);
-        up_to_here += lane >= distance ? other : 0;
-    }
+    const std::uint32_t up_to_here = sum_up_to_lane(mine);
     if (lane == 31) {
         totals[warp] = up_to_here;
     }
@@ -204,7 +199,7 @@ void run_route_to_work(const routing_rule& rule, const router_ref& router, const
     }
     visit_registers(rule, [&]<int PerLane>(std::integral_constant<int, PerLane>) {
         const auto kernel = route_tokens_to_work<PerLane>;
-        const bool clusters = knows_clusters(reinterpret_cast<const void*>(kernel));
+        const bool clusters = compiled_for_sm_90(reinterpret_cast<const void*>(kernel));
         const route_to_work_shape s = Selector{}(tokens, rule.experts, clusters ? route_to_work_shape::most_blocks : 1);
         if (s.blocks == 0) {
             run_route(rule, router, logits, tokens, live, ids, weights, stream);

@@ -4,6 +4,7 @@
 #error "penstock/dispatch/warp_routing.cuh holds device code: compile this file with nvcc"
 #endif
 
+#include <penstock/dispatch/detail/warp.cuh>
 #include <penstock/dispatch/routing.hpp>
 
 #include <nv/target>
@@ -40,8 +41,6 @@ struct warp_lanes {
 };
 
 namespace detail {
-
-inline constexpr unsigned whole_warp = 0xffffffffu;
 
 /// An unsigned number that orders floats as their values do, both zeros alike, and is never 0. @pre value is not NaN
 __device__ inline std::uint32_t key_of(float value) {

@@ -5,6 +5,7 @@
 #endif
 
 #include <penstock/cuda/launch.cuh>
+#include <penstock/dispatch/detail/shared_memory.cuh>
 
 #include <nv/target>
 
@@ -16,13 +17,6 @@ namespace penstock::inline v0_1::detail {
 
 /// Blocks that a cluster may have on every device that knows clusters.
 inline constexpr std::uint32_t portable_cluster = 8;
-
-/// Whether `kernel` was compiled for an architecture that knows clusters; otherwise it can be launched as one block only.
-inline bool knows_clusters(const void* kernel) {
-    cudaFuncAttributes about{};
-    check(cudaFuncGetAttributes(&about, kernel), "cudaFuncGetAttributes");
-    return about.ptxVersion >= 90;
-}
 
 /// Every block of the cluster is running, and has done what it did before `cluster_arrive`, when `cluster_wait` returns. That says nothing
 /// of memory other than a `shared_inbox`. All threads call both, in turn.
@@ -40,9 +34,9 @@ public:
     /// By one thread, before `cluster_arrive`. @param bytes that the others are going to send, all together
     __device__ void open(std::uint32_t bytes) {
         NV_IF_TARGET(NV_PROVIDES_SM_90,
-                     (asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(&arrived_))
+                     (asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&arrived_))
                                    : "memory");
-                      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&arrived_)), "r"(bytes)
+                      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&arrived_)), "r"(bytes)
                                    : "memory");
                       asm volatile("fence.mbarrier_init.release.cluster;" ::
                                        : "memory");))
@@ -65,17 +59,17 @@ public:
             NV_PROVIDES_SM_90, (std::uint32_t done = 0; while (done == 0) {
                 asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
                              : "=r"(done)
-                             : "r"(address(&arrived_))
+                             : "r"(shared_address(&arrived_))
                              : "memory");
             }))
     }
 
 private:
-    __device__ static std::uint32_t address(const void* shared) { return static_cast<std::uint32_t>(__cvta_generic_to_shared(shared)); }
-
     __device__ static std::uint32_t address_in(std::uint32_t block, const void* shared) {
         std::uint32_t there = 0;
-        NV_IF_TARGET(NV_PROVIDES_SM_90, (asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address(shared)), "r"(block));))
+        NV_IF_TARGET(NV_PROVIDES_SM_90, (asm("mapa.shared::cluster.u32 %0, %1, %2;"
+                                             : "=r"(there)
+                                             : "r"(shared_address(shared)), "r"(block));))
         static_cast<void>(block), static_cast<void>(shared);
         return there;
     }
@@ -87,26 +81,13 @@ private:
 template <class... Params, class... Args>
 void launch_cluster(void (*kernel)(Params...), std::uint32_t blocks, dim3 block, std::size_t shared_bytes, cudaStream_t stream,
                     Args&&... args) {
-    if (blocks == 1) {
-        launch(kernel, dim3(1), block, shared_bytes, stream, std::forward<Args>(args)...);
-        return;
-    }
-    if (shared_bytes > shared_bytes_without_question) {
-        allow_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes);
-    }
     cudaLaunchAttribute together{};
     together.id = cudaLaunchAttributeClusterDimension;
     together.val.clusterDim.x = blocks;
     together.val.clusterDim.y = 1;
     together.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(blocks);
-    config.blockDim = block;
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream;
-    config.attrs = &together;
-    config.numAttrs = 1;
-    check(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(std::forward<Args>(args))...), "cudaLaunchKernelEx");
+    launch_with({&together, blocks > 1 ? std::size_t{1} : 0}, kernel, dim3(blocks), block, shared_bytes, stream,
+                std::forward<Args>(args)...);
 }
 
 }  // namespace penstock::inline v0_1::detail

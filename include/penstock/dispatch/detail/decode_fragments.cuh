@@ -5,6 +5,7 @@
 #endif
 
 #include <penstock/dispatch/decode.cuh>
+#include <penstock/model/dtype.hpp>
 #include <penstock/model/weight_format.hpp>
 
 #include <nv/target>
@@ -22,13 +23,11 @@ struct tile_sums {
     float of[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 };
 
-/// Element types of the two operands.
-enum class operand : std::uint8_t { bf16, f16 };
-
-template <operand Type>
+/// @tparam Type of both operands: bf16 or f16
+template <dtype Type>
 __device__ inline void multiply_add(tile_sums& d, std::uint32_t a0, std::uint32_t a1, std::uint32_t a2, std::uint32_t a3, std::uint32_t b0,
                                     std::uint32_t b1) {
-    if constexpr (Type == operand::bf16) {
+    if constexpr (Type == dtype::bf16) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(d.of[0]), "+f"(d.of[1]), "+f"(d.of[2]), "+f"(d.of[3])
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -39,14 +38,14 @@ __device__ inline void multiply_add(tile_sums& d, std::uint32_t a0, std::uint32_
     }
 }
 
-/// fragment<Format>: `planes`: 16-byte vectors of inputs that go with 16 bytes of weights.
+/// fragment<Format>: `type` of the inputs, as they come and between the two matrices; `planes`: 16-byte vectors of inputs that go with 16 bytes of weights.
 /// `add(sums, upper, lower, x)` adds the products of 16 bytes of rows lane / 4 and lane / 4 + 8 with what belongs to them of a token's inputs.
 template <class Format>
 struct fragment;
 
-template <operand Type>
+template <dtype Type>
 struct fragment_of_halves {
-    static constexpr operand type = Type;
+    static constexpr dtype type = Type;
     static constexpr std::uint32_t planes = 1;
 
     __device__ static void add(tile_sums& sums, const uint4& upper, const uint4& lower, const uint4 (&x)[1]) {
@@ -56,16 +55,16 @@ struct fragment_of_halves {
 };
 
 template <>
-struct fragment<format::bf16> : fragment_of_halves<operand::bf16> {};
+struct fragment<format::bf16> : fragment_of_halves<dtype::bf16> {};
 
 template <>
-struct fragment<format::f16> : fragment_of_halves<operand::f16> {};
+struct fragment<format::f16> : fragment_of_halves<dtype::f16> {};
 
 /// Two E4M3 become two f16 in one instruction, exactly; two bf16 take several. So the inputs are f16, too: x / s, where s, for 128 inputs of a
 /// token, is the power of two that puts the largest between 128 and 256. Inputs of more than its 2^21th part are exact.
 template <>
 struct fragment<format::fp8_block128> {
-    static constexpr operand type = operand::bf16;
+    static constexpr dtype type = dtype::bf16;
     static constexpr std::uint32_t planes = 2;
 
     /// Bytes 0 and 1, 2 and 3 of a word.
@@ -83,7 +82,7 @@ struct fragment<format::fp8_block128> {
         std::uint32_t a[4];
         widen(upper, a[0], a[2]);
         widen(lower, a[1], a[3]);
-        multiply_add<operand::f16>(sums, a[0], a[1], a[2], a[3], x01, x23);
+        multiply_add<dtype::f16>(sums, a[0], a[1], a[2], a[3], x01, x23);
     }
 
     __device__ static void add(tile_sums& sums, const uint4& upper, const uint4& lower, const uint4 (&x)[2]) {

@@ -65,7 +65,7 @@ struct decode_arguments {
     const float* input_scale;      ///< [pairs], or null
     const float* weights;          ///< [pairs], or null
     const float* shared;           ///< [tokens, hidden], or null
-    std::uint16_t* activated;      ///< [pairs, intermediate] in the operand's type
+    void* activated;               ///< [pairs, intermediate] in the operand's type
     float* partial;                ///< [pairs, hidden]
     /// Ticket, exits, ready [groups], done [tiles of down], and for formats with two planes activated tiles [groups, blocks of 128]: all
     /// zero before and after.
@@ -86,10 +86,10 @@ struct decode_work {
     std::uint32_t expert;
 };
 
-/// One item, as the warps that multiply need it. Phase 2: there are no more.
+/// One item, as the warps that multiply need it.
 template <std::uint32_t Tokens>
 struct decode_item {
-    std::uint32_t phase;
+    std::uint32_t phase;  ///< 0: gate and up, 1: down
     std::uint32_t group;  ///< number over all works
     std::uint32_t tile0;
     std::uint32_t tokens;
@@ -105,27 +105,22 @@ __device__ std::uint32_t list_few(const decode_arguments& a, decode_work* works,
     const std::uint32_t lane = threadIdx.x % 32;
     const std::int32_t id = lane < a.pairs ? a.ids[lane] : -1;
     const bool valid = id >= 0 && static_cast<std::uint32_t>(id) < a.experts;
-    const std::uint32_t same = __match_any_sync(0xffffffffu, valid ? id : -1);
+    const std::uint32_t same = __match_any_sync(whole_warp, valid ? id : -1);
     const std::uint32_t before = (1u << lane) - 1;
     const bool leads = valid && (same & before) == 0;
-    const std::uint32_t leaders = __ballot_sync(0xffffffffu, leads);
+    const std::uint32_t leaders = __ballot_sync(whole_warp, leads);
     const auto count = static_cast<std::uint32_t>(__popc(same));
     const std::uint32_t mine = leads ? count | ((count + Tokens - 1) / Tokens) << 16 : 0;
-    std::uint32_t sum = mine;
-#pragma unroll
-    for (std::uint32_t d = 1; d < 32; d *= 2) {
-        const std::uint32_t other = __shfl_up_sync(0xffffffffu, sum, d);
-        sum += lane >= d ? other : 0;
-    }
+    const std::uint32_t sum = sum_up_to_lane(mine);
     const std::uint32_t start = sum - mine;
-    const std::uint32_t of_leader = __shfl_sync(0xffffffffu, start, __ffs(static_cast<int>(same)) - 1);
+    const std::uint32_t of_leader = __shfl_sync(whole_warp, start, __ffs(static_cast<int>(same)) - 1);
     if (leads) {
         works[__popc(leaders & before)] = {a.records[id], start & 0xffff, count, start >> 16, static_cast<std::uint32_t>(id)};
     }
     if (valid) {
         rows[(of_leader & 0xffff) + static_cast<std::uint32_t>(__popc(same & before))] = static_cast<std::int32_t>(lane);
     }
-    groups = __shfl_sync(0xffffffffu, sum, 31) >> 16;
+    groups = __shfl_sync(whole_warp, sum, 31) >> 16;
     return static_cast<std::uint32_t>(__popc(leaders));
 }
 
@@ -140,20 +135,15 @@ __device__ std::uint32_t list_sorted(const decode_arguments& a, const std::uint3
         const std::uint32_t e = e0 + lane;
         const std::uint32_t first = offsets[smaller(e, a.experts)];
         const std::uint32_t count = offsets[smaller(e + 1, a.experts)] - first;
-        const std::uint32_t visited = __ballot_sync(0xffffffffu, count > 0);
+        const std::uint32_t visited = __ballot_sync(whole_warp, count > 0);
         const std::uint32_t mine = (count + Tokens - 1) / Tokens;
-        std::uint32_t sum = mine;
-#pragma unroll
-        for (std::uint32_t d = 1; d < 32; d *= 2) {
-            const std::uint32_t other = __shfl_up_sync(0xffffffffu, sum, d);
-            sum += lane >= d ? other : 0;
-        }
+        const std::uint32_t sum = sum_up_to_lane(mine);
         if (count > 0) {
             works[count_before + static_cast<std::uint32_t>(__popc(visited & ((1u << lane) - 1)))] = {nullptr, first, count,
                                                                                                       groups + sum - mine, e};
         }
         count_before += static_cast<std::uint32_t>(__popc(visited));
-        groups += __shfl_sync(0xffffffffu, sum, 31);
+        groups += __shfl_sync(whole_warp, sum, 31);
     }
     return count_before;
 }
@@ -196,7 +186,7 @@ __device__ void find_item(const decode_arguments& a, const decode_work* works, s
             item.input_scale[lane] = a.scaled[phase].scales + row * ((a.phase[phase].cols + 127) / 128);
         } else {
             item.input[lane] =
-                (phase == 0 ? static_cast<const std::byte*>(a.hidden) : reinterpret_cast<const std::byte*>(a.activated)) + row * bytes;
+                (phase == 0 ? static_cast<const std::byte*>(a.hidden) : static_cast<const std::byte*>(a.activated)) + row * bytes;
         }
     }
 }

@@ -6,6 +6,7 @@
 
 #include <penstock/dispatch/decode.hpp>
 #include <penstock/dispatch/detail/decode_stages.cuh>
+#include <penstock/dispatch/detail/shared_memory.cuh>
 
 #include <nv/target>
 
@@ -21,25 +22,6 @@
 /// drew before goes on while it waits: whatever else runs on the device, and however few blocks of this launch do, it ends.
 
 namespace penstock::inline v0_1::detail {
-
-__device__ inline std::uint32_t load_shared(const std::uint32_t* from) {
-    std::uint32_t value;
-    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];"
-                 : "=r"(value)
-                 : "r"(static_cast<std::uint32_t>(__cvta_generic_to_shared(from)))
-                 : "memory");
-    return value;
-}
-
-__device__ inline void store_shared(std::uint32_t* to, std::uint32_t value) {
-    asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(static_cast<std::uint32_t>(__cvta_generic_to_shared(to))), "r"(value)
-                 : "memory");
-}
-
-__device__ inline void add_shared(std::uint32_t* to, std::uint32_t value) {
-    asm volatile("red.release.cta.shared::cta.add.u32 [%0], %1;" ::"r"(static_cast<std::uint32_t>(__cvta_generic_to_shared(to))), "r"(value)
-                 : "memory");
-}
 
 __device__ inline std::uint32_t load_acquire(const std::uint32_t* from) {
     std::uint32_t value;
@@ -65,17 +47,9 @@ __device__ inline void combine_tile(const decode_arguments& a, std::uint32_t row
             const float value = visits ? __ldcg(a.partial + static_cast<std::uint64_t>(p) * hidden + row) : 0.0f;
             sum = visits ? ::fmaf(weights[p], value, sum) : sum;
         }
-        if (a.shared != nullptr) {
-            sum += a.shared[static_cast<std::uint64_t>(t) * hidden + row];
-        }
-        store_element(a.out, a.out_type, static_cast<std::uint64_t>(t) * hidden + row, sum);
+        const std::uint64_t at = static_cast<std::uint64_t>(t) * hidden + row;
+        store_element(a.out, a.out_type, at, sum + (a.shared != nullptr ? a.shared[at] : 0.0f));  // as combine_rows, -0 too
     }
-}
-
-/// Two or four results of rows of a tile, in the operand's type.
-template <operand Type>
-__device__ std::uint16_t to_operand(float value) {
-    return Type == operand::bf16 ? encode_bf16(value) : encode_f16(value);
 }
 
 /// Adds up what the warps that share a tile have, in their order, and writes it. Called by one warp.
@@ -96,10 +70,10 @@ __device__ void write_tile(const decode_arguments& a, const decode_item<Tokens>&
         for (std::uint32_t n = lane / 8; n < item.tokens && row < p.half[0].rows; n += 4) {
             const std::uint32_t pair = item.pair[n];
             const float scale = a.input_scale != nullptr ? a.input_scale[pair] : 1.0f;
-            const float gate = sum_of(lane % 8, n) * scale + bias_at(p.half[0], item.record, row);
-            const float up = sum_of(lane % 8 + 8, n) * scale + bias_at(p.half[1], item.record, row);
-            a.activated[static_cast<std::uint64_t>(pair) * a.phase[1].cols + row] =
-                to_operand<fragment<Format>::type>(activate(a.rule, gate, up));
+            const float gate = ::fmaf(sum_of(lane % 8, n), scale, bias_at(p.half[0], item.record, row));
+            const float up = ::fmaf(sum_of(lane % 8 + 8, n), scale, bias_at(p.half[1], item.record, row));
+            store_element(a.activated, fragment<Format>::type, static_cast<std::uint64_t>(pair) * a.phase[1].cols + row,
+                          activate(a.rule, gate, up));
         }
     } else {
         const std::uint32_t row = tile * 16 + lane % 16;
@@ -115,10 +89,22 @@ __device__ void write_tile(const decode_arguments& a, const decode_item<Tokens>&
 template <std::uint32_t Tokens>
 struct decode_board {
     decode_item<Tokens> items[decode_ahead];
-    std::uint32_t drawn;                  ///< items that are on the board, the end among them
+    std::uint32_t drawn;                  ///< items that were put on the board
+    std::uint32_t end;                    ///< how many that will have been; ~0u until it is known
     std::uint32_t written[decode_ahead];  ///< at number % decode_ahead: 1 + number of the last item there that is done with
     std::uint32_t arrived[decode_buffers];
 };
+
+/// Waits until item `number` is on the board. @returns false where there will be none
+template <std::uint32_t Tokens>
+__device__ bool wait_drawn(const decode_board<Tokens>& board, std::uint32_t number) {
+    while (load_shared(&board.drawn) <= number) {
+        if (load_shared(&board.end) <= number) {
+            return false;
+        }
+    }
+    return true;
+}
 
 /// Waits until item `number` and its sums are done with.
 template <std::uint32_t Tokens>
@@ -142,20 +128,16 @@ __device__ void draw_items(const decode_arguments& a, decode_board<Tokens>& boar
     const auto draw = [&] { return lane == 0 ? atomicAdd(a.counters, 1) : 0; };
     // Shows item `number`. @returns whether there was one
     const auto show = [&](std::uint32_t number, std::uint32_t& ticket) {
-        if (number >= decode_ahead) {
-            wait_written(board, number - decode_ahead);
-        }
-        const std::uint32_t now = __shfl_sync(0xffffffffu, ticket, 0);
-        decode_item<Tokens>& item = board.items[number % decode_ahead];
+        const std::uint32_t now = __shfl_sync(whole_warp, ticket, 0);
         if (now >= items) {
             bool last = false;
             if (lane == 0) {
-                item.phase = 2;
-                store_shared(&board.drawn, number + 1);
+                store_shared(&board.end, number);
                 __threadfence();
                 last = atomicAdd(a.counters + 1, 1) + 1 == gridDim.x;
             }
-            if (__shfl_sync(0xffffffffu, static_cast<int>(last), 0) != 0) {  // nobody reads a counter any more, save done
+            __syncwarp();
+            if (__shfl_sync(whole_warp, static_cast<int>(last), 0) != 0) {  // nobody reads a counter any more, save done
                 for (std::uint32_t i = lane; i < 2 + groups; i += 32) {
                     a.counters[i] = 0;
                 }
@@ -163,6 +145,10 @@ __device__ void draw_items(const decode_arguments& a, decode_board<Tokens>& boar
             return false;
         }
         ticket = draw();
+        if (number >= decode_ahead) {
+            wait_written(board, number - decode_ahead);
+        }
+        decode_item<Tokens>& item = board.items[number % decode_ahead];
         low = before < of_first && now >= of_first ? 0 : low;
         before = now;
         find_item<Format, Tokens>(a, works, count, groups, rows, now, low, item);
@@ -212,7 +198,8 @@ __device__ void scale_activated(const decode_arguments& a, const decode_item<Tok
         }
         __threadfence();
     }
-    if (__shfl_sync(0xffffffffu, static_cast<int>(complete), 0) == 0) {
+    __syncwarp();
+    if (__shfl_sync(whole_warp, static_cast<int>(complete), 0) == 0) {
         return;
     }
     const std::uint32_t cols = a.phase[1].cols;
@@ -220,8 +207,8 @@ __device__ void scale_activated(const decode_arguments& a, const decode_item<Tok
         for (std::uint32_t n = 0; n < item.tokens; ++n) {
             const std::uint64_t pair = item.pair[n];
             std::byte* const planes = a.scaled[1].planes + pair * 2 * cols + block * 128;
-            scale_block(a.activated + pair * cols + block * 128, cols - block * 128, planes, planes + cols,
-                        a.scaled[1].scales + pair * ((cols + 127) / 128) + block);
+            scale_block(static_cast<const std::uint16_t*>(a.activated) + pair * cols + block * 128, cols - block * 128, planes,
+                        planes + cols, a.scaled[1].scales + pair * ((cols + 127) / 128) + block);
         }
     }
     __syncwarp();
@@ -257,17 +244,8 @@ __device__ void write_items(const decode_arguments& a, decode_board<Tokens>& boa
     const std::uint32_t tiles = (hidden + 15) / 16;
     std::uint32_t* const ready = a.counters + 2;
     std::uint32_t* const done = ready + a.most_groups;
-    for (std::uint32_t number = first;; number += decode_writers) {
-        for (std::uint32_t drawn = 0; drawn <= number;) {
-            drawn = load_shared(&board.drawn);
-            if (drawn > 0 && drawn <= number && board.items[(drawn - 1) % decode_ahead].phase == 2) {
-                return;  // the end came before
-            }
-        }
+    for (std::uint32_t number = first; wait_drawn(board, number); number += decode_writers) {
         const decode_item<Tokens>& item = board.items[number % decode_ahead];
-        if (item.phase == 2) {
-            return;
-        }
         while (load_shared(&board.arrived[number % decode_buffers]) < decode_warps * (number / decode_buffers + 1)) {
         }
         const std::uint32_t split = a.phase[item.phase].split;
@@ -295,7 +273,8 @@ __device__ void write_items(const decode_arguments& a, decode_board<Tokens>& boa
                     done[tile] = 0;
                 }
             }
-            for (std::uint32_t last = __ballot_sync(0xffffffffu, counts && before == groups); last != 0; last &= last - 1) {
+            __syncwarp();
+            for (std::uint32_t last = __ballot_sync(whole_warp, counts && before == groups); last != 0; last &= last - 1) {
                 combine_tile(a, (item.tile0 + static_cast<std::uint32_t>(__ffs(static_cast<int>(last)) - 1)) * 16, hidden, ids, weights);
             }
         }
@@ -312,7 +291,7 @@ __device__ void multiply_items(const decode_arguments& a, decode_board<Tokens>& 
     using ring = decode_ring<Format, Tokens>;
     const std::uint32_t warp = threadIdx.x / 32;
     const std::uint32_t lane = threadIdx.x % 32;
-    const auto ring_address = static_cast<std::uint32_t>(__cvta_generic_to_shared(ring_start));
+    const std::uint32_t ring_address = shared_address(ring_start);
     decode_cursor<Format, Tokens> cursor;
     std::uint32_t opened = 0;  // items in which copies were begun
     std::uint32_t under_way = 0;
@@ -322,7 +301,7 @@ __device__ void multiply_items(const decode_arguments& a, decode_board<Tokens>& 
         __syncwarp();  // what is copied to was read by all
         while (under_way < ring::most_stages - 1) {
             if (cursor.over()) {
-                if (load_shared(&board.drawn) <= opened || board.items[opened % decode_ahead].phase == 2) {
+                if (load_shared(&board.drawn) <= opened) {
                     return;
                 }
                 cursor.open(a, board.items[opened % decode_ahead], warp, lane);
@@ -339,14 +318,9 @@ __device__ void multiply_items(const decode_arguments& a, decode_board<Tokens>& 
             ++under_way;
         }
     };
-    for (std::uint32_t number = 0;; ++number) {
-        while (load_shared(&board.drawn) <= number) {
-        }
+    for (std::uint32_t number = 0; wait_drawn(board, number); ++number) {
         const decode_item<Tokens>& item = board.items[number % decode_ahead];
         const std::uint32_t phase = item.phase;
-        if (phase == 2) {
-            return;
-        }
         tile_sums sums[2];
         const std::uint32_t tokens = item.tokens;
         const std::uint32_t split = a.phase[phase].split;
@@ -399,6 +373,7 @@ __global__ __launch_bounds__(decode_threads, 1)
     NV_IF_TARGET(NV_PROVIDES_SM_90, (asm volatile("griddepcontrol.wait;" ::: "memory");))
     if (threadIdx.x == 0) {
         board.drawn = 0;
+        board.end = ~0u;
         for (std::uint32_t& one : board.written) {
             one = 0;
         }

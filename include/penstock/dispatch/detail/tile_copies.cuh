@@ -4,6 +4,7 @@
 #error "penstock/dispatch/detail/tile_copies.cuh holds device code: compile this file with nvcc"
 #endif
 
+#include <penstock/dispatch/detail/shared_memory.cuh>
 #include <penstock/policy/axis.hpp>
 
 #include <nv/target>
@@ -60,8 +61,6 @@ struct once {
 }  // namespace caching
 
 namespace detail {
-
-__device__ inline std::uint32_t shared_address(const void* p) { return static_cast<std::uint32_t>(__cvta_generic_to_shared(p)); }
 
 /// The asynchronous copy of aligned pieces into a ring: the bulk copy engine and one mbarrier a stage, or 16 bytes a lane and a group a stage.
 /// Rule: a stage is filled again only after every lane has read it (the scope's sync); where lanes also wrote to it themselves, their
