@@ -4,9 +4,9 @@
 // ways are compared. Usage: benchmark_routing [--rounds N] [--json FILE]. Exit status 77 without a GPU, 1 where the results differ.
 
 #include "load/measure.hpp"
+#include "replay.hpp"
 
 #include <penstock/buffer/buffer.hpp>
-#include <penstock/cuda/event.hpp>
 #include <penstock/cuda/stream.hpp>
 #include <penstock/dispatch/cuda_experts.cuh>
 #include <penstock/policy/memory.hpp>
@@ -17,7 +17,6 @@
 #include <cstdlib>
 #include <exception>
 #include <fstream>
-#include <functional>
 #include <random>
 #include <string>
 #include <vector>
@@ -81,46 +80,12 @@ struct work_list {
     device_buffer<std::uint32_t> offsets;
 };
 
-/// A CUDA graph of `calls` calls, one after another.
-class graph_of_calls {
-public:
-    graph_of_calls(cudaStream_t stream, const std::function<void(std::uint32_t)>& call) : stream_(stream) {
-        call(0);  // brings the kernels to the device
-        ps::check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-        cudaGraph_t graph = nullptr;
-        ps::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
-        for (std::uint32_t i = 0; i < calls; ++i) {
-            call(i % sets);
-        }
-        ps::check(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
-        ps::check(cudaGraphInstantiate(&ready_, graph, 0), "cudaGraphInstantiate");
-        ps::check(cudaGraphDestroy(graph), "cudaGraphDestroy");
-    }
-    graph_of_calls(const graph_of_calls&) = delete;
-    ~graph_of_calls() { static_cast<void>(cudaGraphExecDestroy(ready_)); }
-
-    /// Microseconds of one call. The graph that is timed follows another replay, during which the host has the time to enqueue it.
-    double time() {
-        ps::check(cudaGraphLaunch(ready_, stream_), "cudaGraphLaunch");
-        begin_.record(stream_);
-        ps::check(cudaGraphLaunch(ready_, stream_), "cudaGraphLaunch");
-        end_.record(stream_);
-        ps::check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
-        return end_.milliseconds_since(begin_) * 1000.0 / calls;
-    }
-
-private:
-    cudaStream_t stream_;
-    cudaGraphExec_t ready_ = nullptr;
-    ps::timed_event begin_, end_;
-};
-
 /// Microseconds of each graph by round; two rounds before the first one do not count.
 std::vector<std::vector<double>> run_rounds(std::vector<graph_of_calls*> graphs, int rounds) {
     std::vector<std::vector<double>> times(graphs.size());
     for (int round = -2; round < rounds; ++round) {
         for (std::size_t i = 0; i < graphs.size(); ++i) {
-            const double us = graphs[i]->time();
+            const double us = graphs[i]->microseconds(true);
             if (round >= 0) {
                 times[i].push_back(us);
             }
@@ -150,18 +115,21 @@ bool measure(const router_case& c, int rounds, nlohmann::json& rows) {
         work_list one(pairs, c.rule.experts), two(pairs, c.rule.experts);
         device_buffer<std::byte> scratch_memory(executor::route_to_work_scratch_bytes(tokens, c.rule.top_k, c.rule.experts));
         const std::span<std::byte> scratch(scratch_memory.data(), scratch_memory.size());
-        graph_of_calls one_launch(stream.get(), [&](std::uint32_t set) {
+        graph_of_calls one_launch(stream.get(), calls, [&](std::uint32_t call) {
+            const std::uint32_t set = call % sets;
             run.route_to_work(c.rule, router, logits.data() + set * set_size, tokens, nullptr, one.ids.data(), one.weights.data(),
                               one.rows.data(), one.offsets.data(), scratch);
         });
-        graph_of_calls two_launches(stream.get(), [&](std::uint32_t set) {
+        graph_of_calls two_launches(stream.get(), calls, [&](std::uint32_t call) {
+            const std::uint32_t set = call % sets;
             run.route(c.rule, router, logits.data() + set * set_size, tokens, nullptr, two.ids.data(), two.weights.data());
             run.permute(two.ids.data(), pairs, c.rule.experts, two.rows.data(), two.offsets.data(), scratch);
         });
-        graph_of_calls route_alone(stream.get(), [&](std::uint32_t set) {
+        graph_of_calls route_alone(stream.get(), calls, [&](std::uint32_t call) {
+            const std::uint32_t set = call % sets;
             run.route(c.rule, router, logits.data() + set * set_size, tokens, nullptr, two.ids.data(), two.weights.data());
         });
-        graph_of_calls empty(stream.get(), [&](std::uint32_t) { ps::launch(nothing, dim3(1), dim3(32), 0, stream.get()); });
+        graph_of_calls empty(stream.get(), calls, [&](std::uint32_t) { ps::launch(nothing, dim3(1), dim3(32), 0, stream.get()); });
         const auto times = run_rounds({&one_launch, &two_launches, &route_alone, &empty}, rounds);
         const bool same = one == two;
         right = right && same;

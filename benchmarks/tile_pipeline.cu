@@ -1,14 +1,16 @@
 // A dot product over weights that are read once, y = W x, through tile pipelines of many kinds, against the fastest plain read of as many
 // bytes in the same run: 1 GiB and 350 MB in device memory, 256 MiB in pinned host memory. A row of W is 512 floats. Figures are medians over
-// replays of CUDA graphs that go through disjoint matrices, so that no weights are found in the L2 cache; candidates and reads take turns.
+// replays of CUDA graphs (with the median deviation from it) that go through disjoint matrices, so that no weights are found in the L2 cache; candidates and reads take turns.
 // Every candidate's result is compared with one in double.
 //
 // Orders: "runs" are neighbours a scope (fifo), "cards" neighbours over the scopes (round_robin), "claimed<N>" N at a time by who has room
 // (first_come); "8 grids" are eight times as many blocks as are resident, each with an eighth of the work. KiB/SM is the shared memory that
 // the rings of a multiprocessor take, about the bytes in flight. Usage: benchmark_tile_pipeline [--json FILE]
 
+#include "load/measure.hpp"
+#include "replay.hpp"
+
 #include <penstock/buffer/buffer.hpp>
-#include <penstock/cuda/event.hpp>
 #include <penstock/cuda/launch.cuh>
 #include <penstock/cuda/stream.hpp>
 #include <penstock/dispatch/tile_pipeline.cuh>
@@ -155,10 +157,10 @@ struct contender {
     std::map<std::string, std::string> traits;  ///< order, scope, tile, copies, caching, grid; a plain read has "read" alone
     std::function<void(std::uint32_t call, const problem&, cudaStream_t)> enqueue;
     bool plain = false;
-    std::vector<float> us{};
+    std::vector<double> us{};
     double error = 0;
-    float median = 0;
-    float half_spread = 0;
+    double median = 0;
+    double deviation = 0;
 };
 
 template <class S>
@@ -298,38 +300,6 @@ std::vector<contender> pinned_contenders() {
     return all;
 }
 
-/// Calls that were captured once.
-class replayed {
-public:
-    replayed(cudaStream_t stream, std::uint32_t calls, const contender& c, const problem& p) : stream_(stream), calls_(calls) {
-        cudaGraph_t graph = nullptr;
-        ps::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
-        for (std::uint32_t call = 0; call < calls; ++call) {
-            c.enqueue(call, p, stream);
-        }
-        ps::check(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
-        cudaGraphExec_t ready = nullptr;
-        ps::check(cudaGraphInstantiate(&ready, graph, 0), "cudaGraphInstantiate");
-        ready_.reset(ready);
-        ps::check(cudaGraphDestroy(graph), "cudaGraphDestroy");
-    }
-
-    /// Microseconds a call.
-    float run() {
-        begin_.record(stream_);
-        ps::check(cudaGraphLaunch(ready_.get(), stream_), "cudaGraphLaunch");
-        end_.record(stream_);
-        end_.synchronize();
-        return end_.milliseconds_since(begin_) * 1000 / static_cast<float>(calls_);
-    }
-
-private:
-    cudaStream_t stream_;
-    std::uint32_t calls_;
-    std::unique_ptr<CUgraphExec_st, decltype(&cudaGraphExecDestroy)> ready_{nullptr, &cudaGraphExecDestroy};
-    ps::timed_event begin_, end_;
-};
-
 /// Largest difference from the exact result over its root mean square; infinite where a result is missing.
 double error_of(const std::vector<float>& got, const std::vector<double>& want) {
     double worst = 0, square = 0;
@@ -364,14 +334,14 @@ void measure(const char* name, std::vector<contender> all, problem p, std::uint3
         c.error = std::max(c.error, error_of(got, want));
         all_right = all_right && c.error < 1e-5;
     };
-    std::vector<replayed> graphs;
+    std::vector<graph_of_calls> graphs;
     for (contender& c : all) {
         verify(c);
-        graphs.emplace_back(stream.get(), calls, c, p);
+        graphs.emplace_back(stream.get(), calls, [&](std::uint32_t call) { c.enqueue(call, p, stream.get()); });
     }
     for (int i = -1; i < replays; ++i) {
         for (std::size_t c = 0; c < all.size(); ++c) {
-            const float us = graphs[c].run();
+            const double us = graphs[c].microseconds();
             if (i >= 0) {
                 all[c].us.push_back(us);
             }
@@ -381,9 +351,8 @@ void measure(const char* name, std::vector<contender> all, problem p, std::uint3
     const contender* read = nullptr;
     const contender* best = nullptr;
     for (contender& c : all) {
-        std::sort(c.us.begin(), c.us.end());
-        c.median = c.us[c.us.size() / 2];
-        c.half_spread = (c.us[c.us.size() * 9 / 10] - c.us[c.us.size() / 10]) / 2;
+        c.median = load_benchmark::median(c.us);
+        c.deviation = load_benchmark::spread(c.us);
         const contender*& fastest = c.plain ? read : best;
         if (fastest == nullptr || c.median < fastest->median) {
             fastest = &c;
@@ -402,7 +371,7 @@ void measure(const char* name, std::vector<contender> all, problem p, std::uint3
             std::printf("%-21s %-6s %-12s %-6s %-7s %-12s %6s", trait("order").c_str(), trait("scope").c_str(), trait("tile").c_str(),
                         trait("copies").c_str(), trait("caching").c_str(), trait("grid").c_str(), trait("shared").c_str());
         }
-        std::printf(" %10.2f %6.2f %8.1f %7.4f", c.median, c.half_spread, rate(c), read->median / c.median);
+        std::printf(" %10.2f %6.2f %8.1f %7.4f", c.median, c.deviation, rate(c), read->median / c.median);
         if (c.plain) {
             std::puts("");
         } else {
@@ -415,12 +384,12 @@ void measure(const char* name, std::vector<contender> all, problem p, std::uint3
                 std::fprintf(json, ", \"%s\": \"%s\"", key.c_str(), value.c_str());
             }
             std::fprintf(json, ", \"us\": %.3f, \"spread\": %.3f, \"gb_per_s\": %.1f, \"ratio\": %.4f, \"error\": %.3e}", c.median,
-                         c.half_spread, rate(c), read->median / c.median, c.error);
+                         c.deviation, rate(c), read->median / c.median, c.error);
             first_line = false;
         }
     }
     for (const char* trait : {"order", "scope", "tile", "copies", "caching"}) {
-        std::map<std::string, float> fastest;
+        std::map<std::string, double> fastest;
         for (const contender& c : all) {
             if (!c.plain) {
                 const auto at = fastest.try_emplace(c.traits.at(trait), c.median).first;
