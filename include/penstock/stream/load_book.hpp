@@ -7,6 +7,20 @@ namespace penstock::inline v0_1::detail {
 /// What an engine keeps of its loads: the queue of their chunks, what has arrived, who is to be called. Its functions lock.
 template <class Scheduler>
 class load_book : public load_engine {
+public:
+    void promote(load_state& load, std::uint32_t request) override {
+        tell_workers([&] { return queue_.promote(load, request); });
+    }
+
+    void change(load_state& load, std::uint32_t request, urgency level, std::uint64_t deadline, std::uint32_t weight) override {
+        tell_workers([&] { return queue_.change(load, request, level, deadline, weight); });
+    }
+
+    void drop(load_state& load, std::uint32_t request) override {
+        tell_workers([&] { return queue_.drop(load, request); });
+        arrived.notify_all();  // those left out may have been the last that someone waited for
+    }
+
 protected:
     /// Brings the `wanted` chunks that need no reader, in the order that a scheduler of this kind gives them: `copy(numbers)` enqueues up to
     /// `together` of them and returns calls of the source.
@@ -125,6 +139,19 @@ protected:
 
     load_queue<Scheduler> queue_;
     std::condition_variable work_;  ///< there is something for a reader to do: see the engine
+
+private:
+    /// @param change whether the queue now says something else
+    template <class Change>
+    void tell_workers(Change&& change) {
+        {
+            const std::lock_guard lock(mutex);
+            if (!change()) {
+                return;
+            }
+        }
+        work_.notify_all();
+    }
 };
 
 }  // namespace penstock::inline v0_1::detail

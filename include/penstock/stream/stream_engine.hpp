@@ -150,32 +150,7 @@ public:
         settle_failed();
     }
 
-    void promote(load_state& load, std::uint32_t request) override {
-        tell_workers([&] { return queue_.promote(load, request); });
-    }
-
-    void change(load_state& load, std::uint32_t request, urgency level, std::uint64_t deadline, std::uint32_t weight) override {
-        tell_workers([&] { return queue_.change(load, request, level, deadline, weight); });
-    }
-
-    void drop(load_state& load, std::uint32_t request) override {
-        tell_workers([&] { return queue_.drop(load, request); });
-        arrived.notify_all();  // those left out may have been the last that someone waited for
-    }
-
 private:
-    /// @param change whether the queue now says something else
-    template <class Change>
-    void tell_workers(Change&& change) {
-        {
-            const std::lock_guard lock(mutex);
-            if (!change()) {
-                return;
-            }
-        }
-        work_.notify_all();
-    }
-
     using load_book<Scheduler>::arrive;
     using load_book<Scheduler>::call_back;
     using load_book<Scheduler>::leave;
