@@ -146,7 +146,7 @@ TEST_CASE_TEMPLATE("loads that share a request's number: neither changes nor can
     q.push(third);
     q.fail(*one, std::make_exception_ptr(cancelled("enough")));
     CHECK(drain(q) == four_of(1));
-    CHECK(third->untaken == 0);
+    CHECK(third->untaken[0].all == 0);
 }
 
 TEST_CASE("of loads that share a request's number the one that is due sooner gets the chunk") {

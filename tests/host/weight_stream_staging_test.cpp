@@ -180,8 +180,8 @@ TEST_CASE("of small chunks there are more in a ring, in its lowest memory, and w
     detail::staging<as_if_pinned, detail::cuda_pinning, slow_link::marker> ring;
     ring.allocate(1 << 20, 2, -1);
     std::vector<decltype(ring)::slot*> small;
-    while (ring.available()) {
-        auto* const s = ring.take();
+    while (ring.available(true)) {
+        auto* const s = ring.take(true);
         REQUIRE(s != nullptr);
         ring.cut(*s, 100'000);
         CHECK(s->bytes == 102'400);
@@ -189,13 +189,13 @@ TEST_CASE("of small chunks there are more in a ring, in its lowest memory, and w
         small.push_back(s);
     }
     CHECK(small.size() == 11);  // one whole slot is always asked for
-    CHECK(ring.take() == nullptr);
+    CHECK(ring.take(true) == nullptr);
     std::byte* const lowest = small[0]->data;
     for (auto* const s : small) {
         ring.give_back(s);
     }
     for (int i = 0; i < 3; ++i) {
-        auto* const s = ring.take();
+        auto* const s = ring.take(true);
         REQUIRE(s != nullptr);
         CHECK(s->bytes > 1 << 20);
         ring.cut(*s, 1000);

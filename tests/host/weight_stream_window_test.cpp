@@ -149,6 +149,171 @@ TEST_CASE("a promoted request passes what waits in the window") {
     stream->stop();
 }
 
+namespace {
+
+/// One chunk of each of six requests at the places of `to`, all of one level, with these deadlines.
+std::vector<transfer> six(std::span<const std::byte> memory, std::byte* to, urgency level, const std::vector<std::uint64_t>& deadlines) {
+    std::vector<transfer> list;
+    for (std::uint32_t i = 0; i < 6; ++i) {
+        list.push_back(from_memory(i, memory.subspan(i * 1000, 1000), to + i * 1000, level));
+        list.back().deadline = deadlines[i];
+    }
+    return list;
+}
+
+/// The numbers of the chunks that were copied to the places of `to`, in their order.
+std::vector<std::ptrdiff_t> order_of(slow_copies& device, const std::byte* to) {
+    std::vector<std::ptrdiff_t> order;
+    for (const std::byte* target : device.targets()) {
+        order.push_back((target - to) / 1000);
+    }
+    return order;
+}
+
+}  // namespace
+
+TEST_CASE("of what has been read and waits for its turn on the link the earliest deadline goes first, and a promoted request passes all") {
+    slow_copies device;
+    device.allow(0);
+    slow_source source;
+    const auto stream = std::make_shared<engine>(2, chunk_bytes, 8, -1, 1);
+    std::vector<std::byte> to(6'000);
+    std::vector<transfer> list;
+    for (std::uint32_t i = 0; i < 6; ++i) {
+        list.push_back(from_file(i, 77, i * 1000, std::span(to).subspan(i * 1000, 1000), urgency::prefetch));
+        list.back().deadline = 10;
+    }
+    ticket load = start(stream, list, source, on(device));
+    device.wait_for_enqueued(1);
+    source.wait_for_reads(6);
+    std::this_thread::sleep_for(5ms);
+    const std::ptrdiff_t first = order_of(device, to.data())[0];
+    load.change(first == 4 ? 0 : 4, urgency::prefetch, 5);
+    load.promote(first == 5 ? 1 : 5);
+    device.allow(1000);
+    load.wait();
+    slow_link::finish(on(device));
+    const std::vector<std::ptrdiff_t> order = order_of(device, to.data());
+    CHECK(order[1] == (first == 5 ? 1 : 5));
+    CHECK(order[2] == (first == 4 ? 0 : 4));
+    CHECK(tests::holds(to, 77, 0));
+    stream->stop();
+}
+
+TEST_CASE("what is copied as it lies is chosen when its turn comes: a later request with an earlier deadline passes all but the next") {
+    slow_copies device;
+    device.allow(0);
+    slow_source source;
+    const auto stream = std::make_shared<engine>(2, chunk_bytes, 8, -1, 1);
+    const std::vector<std::byte> memory = known_bytes(12'000);
+    std::vector<std::byte> to(12'000);
+    ticket load = start(stream, six(memory, to.data(), urgency::prefetch, {9, 9, 9, 9, 9, 9}), source, on(device));
+    device.wait_for_enqueued(1);
+    std::this_thread::sleep_for(5ms);
+    std::vector<transfer> late = six(std::span(memory).subspan(6'000), to.data() + 6'000, urgency::prefetch, {8, 7, 6, 5, 4, 3});
+    ticket later = start(stream, late, source, on(device));
+    device.allow(1000);
+    load.wait();
+    later.wait();
+    slow_link::finish(on(device));
+    CHECK(order_of(device, to.data()) == std::vector<std::ptrdiff_t>{0, 1, 11, 10, 9, 8, 7, 6, 2, 3, 4, 5});
+    CHECK(tests::holds(to, 77, 0));
+    stream->stop();
+}
+
+TEST_CASE("while something on demand is on the link nothing else goes there, and then it goes on") {
+    for (const bool staged : {false, true}) {
+        slow_copies background_stream;
+        slow_copies urgent_stream;
+        background_stream.allow(0);
+        urgent_stream.allow(0);
+        slow_source source;
+        const auto stream = std::make_shared<engine>(3, chunk_bytes, 16, -1);
+        const std::vector<std::byte> memory = known_bytes(20'000);
+        std::vector<std::byte> to(memory.size());
+        std::vector<std::byte> fast(3'000);
+        const transfer slow = from_memory(1, memory, to.data(), urgency::prefetch);
+        const transfer quick =
+            staged ? from_file(2, 77, 0, fast) : from_memory(2, std::span(memory).first(fast.size()), fast.data(), urgency::on_demand);
+        ticket background = start(stream, std::span(&slow, 1), source, on(background_stream));
+        background_stream.wait_for_enqueued(2);
+        ticket urgent = start(stream, std::span(&quick, 1), source, on(urgent_stream));
+        urgent.wait();
+        CHECK(urgent_stream.enqueued() == 3);
+        background_stream.allow(1000);
+        std::this_thread::sleep_for(20ms);
+        CHECK(background_stream.enqueued() == 2);  // though there is room
+        urgent_stream.allow(2);
+        std::this_thread::sleep_for(5ms);
+        CHECK(background_stream.enqueued() == 2);
+        urgent_stream.allow(1000);
+        background.wait();
+        slow_link::finish(on(background_stream));
+        slow_link::finish(on(urgent_stream));
+        CHECK(tests::holds(to, 77, 0));
+        CHECK(tests::holds(fast, 77, 0));
+        stream->stop();
+    }
+}
+
+TEST_CASE("loads on demand that are to wait for their turn share the link as the scheduler says") {
+    slow_copies device;
+    device.allow(0);
+    slow_source source;
+    const auto stream = std::make_shared<engine_of<scheduler::round_robin>>(2, chunk_bytes, 8, -1, 2, 1'000'000,
+                                                                            detail::engine_options{.on_demand_waits = true});
+    const std::vector<std::byte> memory = known_bytes(10'000);
+    std::vector<std::byte> to(memory.size());
+    const transfer one = from_memory(1, std::span(memory).first(5'000), to.data(), urgency::on_demand);
+    const transfer two = from_memory(2, std::span(memory).subspan(5'000), to.data() + 5'000, urgency::on_demand);
+    ticket first = start(stream, std::span(&one, 1), source, on(device));
+    device.wait_for_enqueued(2);
+    std::this_thread::sleep_for(5ms);
+    ticket second = start(stream, std::span(&two, 1), source, on(device));
+    std::this_thread::sleep_for(5ms);
+    CHECK(device.enqueued() == 2);
+    device.allow(1000);
+    first.wait();
+    second.wait();
+    slow_link::finish(on(device));
+    CHECK(order_of(device, to.data()) == std::vector<std::ptrdiff_t>{0, 1, 2, 3, 5, 4, 6, 7, 8, 9});
+    CHECK(device.most_at_once() == 2);
+    CHECK(tests::holds(to, 77, 0));
+    stream->stop();
+}
+
+TEST_CASE("slots are kept for what is on demand: a background load that waits for its turn never holds the last") {
+    for (const std::uint32_t kept : {1u, 2u, 100u}) {
+        slow_copies held, other;
+        held.allow(0);
+        slow_source source;
+        constexpr std::uint32_t slots = 4;
+        const auto stream = std::make_shared<engine>(3, chunk_bytes, slots, -1, 1, 1'000'000, detail::engine_options{.slots_kept = kept});
+        std::vector<std::byte> slow(20'000), fast(5'000), host(2'000);
+        const transfer background = from_file(1, 7, 0, slow, urgency::background);
+        const transfer urgent = from_file(2, 77, 0, fast);
+        ticket waiting = start(stream, std::span(&background, 1), source, on(held));
+        held.wait_for_enqueued(1);
+        const std::size_t theirs = slots - std::min(kept, slots - 1);
+        source.wait_for_reads(theirs);
+        std::this_thread::sleep_for(20ms);
+        CHECK(source.reads().size() == theirs);  // one in the copy that is held up, the others wait for their turn
+        ticket quick = start(stream, std::span(&urgent, 1), source, on(other));
+        quick.wait();
+        slow_link::finish(on(other));
+        CHECK(tests::holds(fast, 77, 0));
+        const transfer to_host = from_file(3, 78, 0, host);
+        ticket on_the_host = start(stream, std::span(&to_host, 1), source, penstock::on_host());
+        on_the_host.wait();  // needs no slot, and does not stand behind what does
+        CHECK(tests::holds(host, 78, 0));
+        held.allow(1000);
+        waiting.wait();
+        slow_link::finish(on(held));
+        CHECK(tests::holds(slow, 7, 0));
+        stream->stop();
+    }
+}
+
 TEST_CASE("cancelling a load that waits in the window does not wait for the device, and its slots come back") {
     slow_copies device;
     device.allow(0);

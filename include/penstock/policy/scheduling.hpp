@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <compare>
 #include <concepts>
 #include <cstdint>
 #include <limits>
@@ -64,6 +65,21 @@ concept changeable_queue = requires(Queue q, request r) {
 template <class Queue>
 concept cancellable_queue = requires(Queue q, std::uint64_t id) {
     { q.cancel(id) } -> std::same_as<bool>;
+};
+
+/// What decides between two chunks that both stand before the link, the smaller first; of equal ones the first to come there.
+struct precedence {
+    std::uint32_t level = 0;
+    std::uint64_t deadline = 0;
+
+    friend auto operator<=>(const precedence&, const precedence&) = default;
+};
+
+/// Optional static member `precedence_of`: precedence_of(request) of a scheduler that names what is on demand before all else. Chunks that have
+/// left its queue and wait before the link keep to it, and staging slots are kept for what is on demand. Without it they go as they came.
+template <class S>
+concept ranked_scheduler = host_scheduler<S> && requires(request r) {
+    { S::precedence_of(r) } -> std::same_as<precedence>;
 };
 
 /// `order`: tile(i, scope, scopes, tiles) -> the i-th tile of that scope, or `tiles` when it has no more.
@@ -279,6 +295,8 @@ struct priority {
     static_assert(Levels > 0, "penstock: scheduler::priority needs at least one level");
     using policy_axis = axis::scheduling;
 
+    static precedence precedence_of(const request& r) noexcept { return {detail::level_of<Levels>(r.level), r.deadline}; }
+
     struct rule : detail::plain_rule {
         using rank = std::uint64_t;
 
@@ -304,6 +322,8 @@ struct priority {
 /// have many more tokens, may delay it long.
 struct weighted_fair {
     using policy_axis = axis::scheduling;
+
+    static precedence precedence_of(const request& r) noexcept { return {detail::level_of<3>(r.level), 0}; }
 
     /// What the next chunk of a request of which `left` chunks, at least one, are left costs, in bytes * bytes / tokens.
     static double cost(const request& r, std::uint32_t left) noexcept {

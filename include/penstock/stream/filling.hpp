@@ -35,6 +35,12 @@ struct filling {
     [[nodiscard]] bool handed_out() const noexcept { return next == end; }
     [[nodiscard]] bool over() const noexcept { return handed_out() && busy == 0; }
 
+    // What a window asks.
+    [[nodiscard]] const request& wanted() const noexcept { return load().requests[plan().request].what; }
+    [[nodiscard]] std::uint64_t bytes() const noexcept { return end - begin; }
+    [[nodiscard]] bool failed() const noexcept { return load().error != nullptr; }
+    [[nodiscard]] bool as_it_lies() const noexcept { return slot == nullptr; }
+
     std::shared_ptr<moving_chunk> chunk;
     Slot* slot;  ///< null: host memory, or a copy from where the bytes lie
     std::uint64_t begin, end;

@@ -22,6 +22,18 @@ public:
     }
 
 protected:
+    using locked = std::unique_lock<std::mutex>;
+
+    template <class Work>
+    static std::exception_ptr attempt(Work&& work) noexcept {
+        try {
+            work();
+            return nullptr;
+        } catch (...) {
+            return std::current_exception();
+        }
+    }
+
     /// Brings the `wanted` chunks that need no reader, in the order that a scheduler of this kind gives them: `copy(numbers)` enqueues up to
     /// `together` of them and returns calls of the source.
     template <class Copy>

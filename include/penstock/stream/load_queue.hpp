@@ -3,6 +3,7 @@
 #include <penstock/stream/ticket.hpp>
 
 #include <algorithm>
+#include <map>
 #include <optional>
 #include <utility>
 
@@ -28,17 +29,16 @@ public:
         for (std::uint32_t i = 0; i < load->chunks.size(); ++i) {
             if (load->routes[i] == route::by_caller) {
                 load->taken[i] = 1;
-                continue;
+            } else {
+                load->untaken[load->chunks[i].request].add(load->routes[i], 1);
             }
-            ++load->untaken;
-            ++load->untaken_left[load->chunks[i].request];
-            load->untaken_staged += load->routes[i] == route::staged ? 1 : 0;
         }
-        untaken_ += load->untaken;
-        untaken_staged_ += load->untaken_staged;
+        for (std::uint32_t r = 0; r < load->requests.size(); ++r) {
+            count(*load, r, load->untaken[r], 1);
+        }
         try {
             for (std::uint32_t r = 0; r < load->requests.size(); ++r) {
-                if (load->untaken_left[r] > 0) {
+                if (load->untaken[r].all > 0) {
                     live_[load->requests[r].what.id].push_back({load, r});
                     queue_.push(load->requests[r].what);
                 }
@@ -62,8 +62,11 @@ public:
         if (load.error || (now.level == level && now.deadline == deadline && now.weight == weight)) {
             return false;
         }
-        const request before = std::exchange(now, request{now.id, now.chunks, level, deadline, weight, now.chunk_bytes});
-        if (load.untaken_left[r] > 0 && !tell(now) && sooner(now, before)) {
+        const request before = now;
+        count(load, r, load.untaken[r], -1);
+        now = {now.id, now.chunks, level, deadline, weight, now.chunk_bytes};
+        count(load, r, load.untaken[r], 1);
+        if (load.untaken[r].all > 0 && !tell(now) && sooner(now, before)) {
             queue_.push(now);
         }
         return true;
@@ -71,29 +74,24 @@ public:
 
     /// Leaves out the chunks of a request that nobody has taken. Whether there were any.
     bool drop(load_state& load, std::uint32_t r) {
-        if (load.error || load.untaken_left[r] == 0) {
+        if (load.error || load.untaken[r].all == 0) {
             return false;
         }
         const planned_request& q = load.requests[r];
         for (std::uint32_t i = q.first_chunk; i < q.first_chunk + q.what.chunks; ++i) {
             if (load.taken[i] == 0) {
                 load.taken[i] = 1;
-                load.untaken_staged -= load.routes[i] == route::staged ? 1 : 0;
-                untaken_staged_ -= load.routes[i] == route::staged ? 1 : 0;
                 load.bytes -= load.chunks[i].bytes;
             }
         }
-        const std::uint32_t dropped = std::exchange(load.untaken_left[r], 0);
-        load.untaken -= dropped;
-        untaken_ -= dropped;
+        const auto dropped = static_cast<std::uint32_t>(load.untaken[r].all);
+        give_up(load, r);
         load.left[r] -= dropped;
         load.chunks_left -= dropped;
         load.dropped[r] = 1;
         if (load.chunks_left == 0) {
             load.seconds = load.elapsed();
         }
-        forget(load, r);
-        cancel(q.what.id);
         return true;
     }
 
@@ -102,14 +100,9 @@ public:
             load.error = std::move(why);
             load.seconds = load.elapsed();
         }
-        untaken_ -= load.untaken;
-        untaken_staged_ -= load.untaken_staged;
-        load.untaken = load.untaken_staged = 0;
         for (std::uint32_t r = 0; r < load.requests.size(); ++r) {
-            if (load.untaken_left[r] > 0) {
-                load.untaken_left[r] = 0;
-                forget(load, r);
-                cancel(load.requests[r].what.id);
+            if (load.untaken[r].all > 0) {
+                give_up(load, r);
             }
         }
     }
@@ -123,7 +116,7 @@ public:
 
     /// The scheduler's next chunk that is still wanted. Nothing where there is none; a scheduler that lost chunks fails all loads.
     [[nodiscard]] chunk_job next() {
-        while (untaken_ > 0) {
+        while (!empty()) {
             std::optional<chunk> answer;
             std::exception_ptr lost;
             try {
@@ -142,8 +135,16 @@ public:
         return {};
     }
 
-    [[nodiscard]] bool empty() const noexcept { return untaken_ == 0; }
-    [[nodiscard]] bool needs_slot() const noexcept { return untaken_staged_ > 0; }
+    [[nodiscard]] bool empty() const noexcept { return untaken_.all == 0; }
+    [[nodiscard]] bool needs_slot() const noexcept { return untaken_.staged > 0; }
+    [[nodiscard]] bool on_demand() const noexcept { return on_demand_.all > 0; }
+    [[nodiscard]] bool on_demand_needs_slot() const noexcept { return on_demand_.staged > 0; }
+
+    /// Chunks that take no slot and wait for no window.
+    [[nodiscard]] bool to_host() const noexcept { return untaken_.all > untaken_.staged + untaken_.as_it_lies; }
+
+    /// Devices that have chunks which are copied as they lie, and how many.
+    [[nodiscard]] const std::map<int, std::int64_t>& as_they_lie() const noexcept { return as_they_lie_; }
 
     static constexpr const char* no_next_chunk = "penstock: the scheduler names no next chunk, but not all of its requests are done";
 
@@ -153,6 +154,24 @@ private:
         std::shared_ptr<load_state> load;
         std::uint32_t number;
     };
+
+    /// Adds what nobody has taken of a request, `times` 1, or takes it away, -1.
+    void count(const load_state& load, std::uint32_t r, const untaken_chunks& n, std::int64_t times) {
+        untaken_.add(n, times);
+        if (load.requests[r].what.level == urgency::on_demand) {
+            on_demand_.add(n, times);
+        }
+        if (n.as_it_lies > 0 && (as_they_lie_[load.where.device] += times * n.as_it_lies) == 0) {
+            as_they_lie_.erase(load.where.device);
+        }
+    }
+
+    /// Nobody will take the rest of a request.
+    void give_up(load_state& load, std::uint32_t r) {
+        count(load, r, std::exchange(load.untaken[r], {}), -1);
+        forget(load, r);
+        cancel(load.requests[r].what.id);
+    }
 
     /// Whether the queue knows now what it is to know of a request. Of requests with the same number it cannot change one.
     bool tell([[maybe_unused]] const request& r) {
@@ -212,13 +231,11 @@ private:
         chunk_job j{best->load, q.first_chunk + answer.index, q.what.level == urgency::on_demand};
         load_state& load = *j.load;
         load.taken[j.chunk] = 1;
-        --load.untaken;
-        --untaken_;
-        if (load.routes[j.chunk] == route::staged) {
-            --load.untaken_staged;
-            --untaken_staged_;
-        }
-        if (--load.untaken_left[number] == 0) {
+        untaken_chunks one;
+        one.add(load.routes[j.chunk], 1);
+        count(load, number, one, -1);
+        load.untaken[number].add(one, -1);
+        if (load.untaken[number].all == 0) {
             forget(load, number);
         }
         ++load.in_flight;
@@ -227,8 +244,9 @@ private:
 
     typename Scheduler::queue queue_;
     std::unordered_map<std::uint64_t, std::vector<live_request>> live_;  ///< by the caller's number
-    std::uint64_t untaken_ = 0;                                          ///< chunks of all loads that nobody has taken
-    std::uint64_t untaken_staged_ = 0;                                   ///< of these, how many need a staging slot
+    untaken_chunks untaken_;                                             ///< of all loads
+    untaken_chunks on_demand_;                                           ///< of these, on demand
+    std::map<int, std::int64_t> as_they_lie_;                            ///< of these, by device
 };
 
 }  // namespace penstock::inline v0_1::detail

@@ -3,31 +3,21 @@
 #include <penstock/buffer/host_cores.hpp>
 
 #include <cstddef>
-#include <optional>
 #include <utility>
 
 namespace penstock::inline v0_1::detail {
 
-/// What a reading thread keeps: it stays on the device that it served last, and near the first.
-template <class Link>
-struct reader_of {
-    std::optional<typename Link::guard> on;
-    int device = -1;
-    bool placed = false;
-
+/// A reading thread stays near the device that it served first, or near the one that is wanted.
+class reader_place {
+public:
     void stay_near(int wanted, std::size_t readers) noexcept {
-        if (wanted >= 0 && !std::exchange(placed, true)) {
+        if (wanted >= 0 && !std::exchange(placed_, true)) {
             keep_thread_near(wanted, (readers + 1) / 2);
         }
     }
 
-    void serve(int wanted) {
-        if (wanted >= 0 && wanted != device) {
-            device = -1;
-            on.emplace(wanted);
-            device = wanted;
-        }
-    }
+private:
+    bool placed_ = false;
 };
 
 }  // namespace penstock::inline v0_1::detail

@@ -30,7 +30,8 @@ struct staging_slot {
 };
 
 /// The host memory through which bytes reach a device: room for `slots` slots, each of which may be cut to what is needed, so that of small
-/// chunks there are more. The lowest free memory goes first, which a cache, or a virtual disk's host, still has. Pinned memory comes from
+/// chunks there are more. The last slots are kept for what is on demand, so that what waits for its turn on the link never has them all. The
+/// lowest free memory goes first, which a cache, or a virtual disk's host, still has. Pinned memory comes from
 /// an arena. If not all can be had, it makes do with fewer slots, then with smaller ones; if none can be pinned, with pageable ones. Does
 /// not lock: its owner does. The destructor waits for the copies.
 /// @tparam Marker an event or a test's stand-in: record(), over(), synchronize(), synchronize_quietly()
@@ -48,7 +49,8 @@ public:
         return round_up(slot_bytes, memory::page_bytes) + memory::page_bytes;
     }
 
-    staging() = default;
+    /// @param kept slots for what is on demand, of those that there are; at least one is for all
+    explicit staging(std::uint32_t kept = 0) : kept_slots_(kept) {}
     staging(const staging&) = delete;
     staging& operator=(const staging&) = delete;
 
@@ -105,10 +107,13 @@ public:
     [[nodiscard]] const std::string& how() const noexcept { return how_; }
 
     /// Whether take() gives a slot now, or may when copies are over.
-    [[nodiscard]] bool available() const noexcept { return free_->longest() >= slot_stride(slot_bytes_) || !copying_.empty(); }
+    [[nodiscard]] bool available(bool on_demand) const noexcept {
+        return free_->longest() >= slot_stride(slot_bytes_) || !copying_.empty() ||
+               (on_demand && kept_->longest() >= slot_stride(slot_bytes_));
+    }
 
     /// A whole slot, if there is memory for it or copies are over whose memory it can have.
-    [[nodiscard]] slot* take() {
+    [[nodiscard]] slot* take(bool on_demand) {
         const bool several = std::any_of(copying_.begin(), copying_.end(), [&](const slot* s) { return !s->goes_with(*copying_.front()); });
         for (auto at = copying_.begin(); at != copying_.end();) {
             if ((*at)->copied.over()) {
@@ -120,7 +125,11 @@ public:
                 break;  // those behind it are not over either
             }
         }
-        const std::optional<std::uint64_t> at = free_->take(slot_stride(slot_bytes_), memory::page_bytes);
+        std::optional<std::uint64_t> at = free_->take(slot_stride(slot_bytes_), memory::page_bytes);
+        if (!at && on_demand) {
+            at = kept_->take(slot_stride(slot_bytes_), memory::page_bytes);
+            at = at ? std::optional(*at + kept_from_) : at;
+        }
         if (!at) {
             return nullptr;
         }
@@ -138,8 +147,10 @@ public:
     void cut(slot& s, std::size_t bytes) {
         bytes = round_up(bytes, memory::page_bytes);
         if (bytes < s.bytes) {
-            free_->give_back(static_cast<std::uint64_t>(s.data - base_), s.bytes);
-            s.data = base_ + *free_->take(bytes, memory::page_bytes);  // at least where it was
+            const bool kept = is_kept(s);
+            give_back_memory(s);
+            s.data = base_ + (kept ? kept_from_ + *kept_->take(bytes, memory::page_bytes)
+                                   : *free_->take(bytes, memory::page_bytes));  // at least where it was
             s.bytes = bytes;
         }
     }
@@ -160,11 +171,20 @@ private:
         base_ = data;
         slot_bytes_ = slot_bytes;
         bytes_ = bytes_needed(slot_bytes, count);
-        free_.emplace(bytes_);
+        kept_from_ = (count - smaller(kept_slots_, count - 1)) * slot_stride(slot_bytes);
+        free_.emplace(kept_from_);
+        kept_.emplace(bytes_ - kept_from_);
+    }
+
+    [[nodiscard]] bool is_kept(const slot& s) const noexcept { return s.data >= base_ + kept_from_; }
+
+    void give_back_memory(const slot& s) {
+        const auto at = static_cast<std::uint64_t>(s.data - base_);
+        is_kept(s) ? kept_->give_back(at - kept_from_, s.bytes) : free_->give_back(at, s.bytes);
     }
 
     void put_back(slot& s) {
-        free_->give_back(static_cast<std::uint64_t>(s.data - base_), s.bytes);
+        give_back_memory(s);
         idle_.push_back(&s);
     }
 
@@ -173,10 +193,13 @@ private:
     std::byte* base_ = nullptr;
     std::size_t bytes_ = 0;
     std::size_t slot_bytes_ = 0;
+    std::uint32_t kept_slots_;
+    std::uint64_t kept_from_ = 0;
     std::optional<free_list> free_;
-    std::deque<slot> all_;       ///< ever made: their events are used again
-    std::vector<slot*> idle_;    ///< without memory
-    std::deque<slot*> copying_;  ///< a copy out of them may run, the oldest first
+    std::optional<free_list> kept_;  ///< from kept_from_ on
+    std::deque<slot> all_;           ///< ever made: their events are used again
+    std::vector<slot*> idle_;        ///< without memory
+    std::deque<slot*> copying_;      ///< a copy out of them may run, the oldest first
     std::string how_;
 };
 

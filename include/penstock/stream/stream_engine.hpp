@@ -1,15 +1,21 @@
 #pragma once
 
-#include <penstock/stream/issue_window.hpp>
-#include <penstock/stream/load_book.hpp>
+#include <penstock/stream/issue_desk.hpp>
 #include <penstock/stream/move_filling.hpp>
 #include <penstock/stream/reader.hpp>
 #include <penstock/stream/staging.hpp>
 
-#include <map>
+#include <deque>
 #include <thread>
 
 namespace penstock::inline v0_1::detail {
+
+/// What decides beside the scheduler where chunks to a device go.
+struct engine_options {
+    std::uint32_t slots_kept = 1;       ///< staging slots for what is on demand, where the scheduler puts that first
+    bool on_demand_waits = false;       ///< for its turn on the copy engine, as all else does
+    const link_watch* watch = nullptr;  ///< what else is on the link
+};
 
 /// The readers of a weight stream, the scheduler queue that all its loads share, and its staging. One mutex guards the queue, the loads,
 /// the staging slots and the issue windows; reading, copying, waiting for an event and calling back happen outside of it.
@@ -18,21 +24,22 @@ namespace penstock::inline v0_1::detail {
 /// next part of it. So a copy is large, which the link needs, while few chunks are under way, which keeps the ring in the last cache and
 /// the first copy early. Who brings the last part enqueues the copy.
 template <class Memory, class Scheduler, class Link = cuda_link>
-class stream_engine final : public load_book<Scheduler> {
+class stream_engine final : public issue_desk<Scheduler, Link, staging_slot<typename Link::marker>> {
 public:
     using load_engine::arrived;
     using load_engine::mutex;
 
     /// Copies to a device go through `slots` slots of `slot_bytes`.
     /// @param near the GPU next to which staging should lie; negative: the first that needs it
-    /// @param window copies that are not on demand on one device's copy engine at a time, at most
+    /// @param window copies that wait for their turn on one device's copy engine at a time, at most
     /// @param part_bytes what a reader brings before it looks around again
     stream_engine(int readers, std::size_t slot_bytes, std::uint32_t slots, int near, std::uint32_t window = 2,
-                  std::uint64_t part_bytes = default_part_bytes)
-        : slot_bytes_(slot_bytes),
+                  std::uint64_t part_bytes = default_part_bytes, engine_options how = {})
+        : desk(window, how.watch),
+          slot_bytes_(slot_bytes),
           slots_(slots),
           near_(near),
-          window_(larger(window, 1u)),
+          how_(how),
           part_bytes_(larger<std::uint64_t>(part_bytes, 1)),
           readers_(static_cast<std::size_t>(readers)) {
         threads_.reserve(readers_);
@@ -90,7 +97,7 @@ public:
             }
         }
         const typename Link::guard on(near);
-        auto fresh = std::make_unique<staging_type>();
+        auto fresh = std::make_unique<staging_type>(ranked_scheduler<Scheduler> ? how_.slots_kept : 0);
         fresh->allocate(slot_bytes_, slots_, near);
         const std::lock_guard lock(mutex);
         staging_ = std::move(fresh);
@@ -124,9 +131,14 @@ public:
         if (here > 0) {
             this->bring_here(*load, here, copies_run_on ? chunks_a_call : 1, [&](std::span<const std::uint32_t> chunks) {
                 const typename Link::guard on(load->where.device);
-                const std::uint64_t reads = copy_as_they_lie<Link>(*load, chunks, slot_bytes_);
-                if constexpr (!copies_run_on) {
-                    Link::finish(load->where);
+                std::uint64_t reads = 0;
+                if (const std::exception_ptr error = pass_by(load->where, [&] {
+                        reads = copy_as_they_lie<Link>(*load, chunks, slot_bytes_);
+                        if constexpr (!copies_run_on) {
+                            Link::finish(load->where);
+                        }
+                    })) {
+                    std::rethrow_exception(error);
                 }
                 return reads;
             });
@@ -137,7 +149,7 @@ public:
         leave(*load);
     }
 
-    void fail(load_state& load, std::exception_ptr why) override {
+    void fail(load_state& load, std::exception_ptr why) final {
         {
             const std::lock_guard lock(mutex);
             if (load.chunks_left == 0) {
@@ -151,31 +163,38 @@ public:
     }
 
 private:
-    using load_book<Scheduler>::arrive;
-    using load_book<Scheduler>::call_back;
-    using load_book<Scheduler>::leave;
-    using load_book<Scheduler>::queue_;
-    using load_book<Scheduler>::work_;
+    using desk = issue_desk<Scheduler, Link, staging_slot<typename Link::marker>>;
+    using desk::arrive;
+    using desk::attempt;
+    using desk::call_back;
+    using desk::leave;
+    using desk::now;
+    using desk::pass_by;
+    using desk::queue_;
+    using desk::unserved;
+    using desk::work_;
+    using typename desk::filling_ptr;
+    using typename desk::locked;
 
     using staging_type = staging<Memory, cuda_pinning, typename Link::marker>;
     using slot_type = typename staging_type::slot;
     using filling_type = filling<slot_type>;
-    using filling_ptr = std::shared_ptr<filling_type>;
-    using window_type = issue_window<typename Link::marker, filling_ptr>;
 
     /// Whether copies run by themselves after they are enqueued; from pageable memory they are made one at a time, the naive way.
     static constexpr bool copies_run_on = Memory::device_accessible;
 
     /// Memory that a copy can be enqueued from as it lies needs no staging; what is on demand is enqueued without a change of thread.
-    static route route_of(const load_state& load, const planned_chunk& c) noexcept {
+    route route_of(const load_state& load, const planned_chunk& c) const noexcept {
         if (load.where.on_host()) {
             return route::to_host;
         }
         if (c.from == bytes_from::file || (c.from == bytes_from::memory && copies_run_on)) {
             return route::staged;
         }
-        return !copies_run_on || load.requests[c.request].what.level == urgency::on_demand ? route::by_caller : route::as_it_lies;
+        return !copies_run_on || at_once(load.requests[c.request].what.level == urgency::on_demand) ? route::by_caller : route::as_it_lies;
     }
+
+    [[nodiscard]] bool at_once(bool on_demand) const noexcept { return on_demand && !how_.on_demand_waits; }
 
     void enqueue(const std::shared_ptr<load_state>& load) {
         {
@@ -194,8 +213,7 @@ private:
 
     // ---- the readers ----
 
-    using locked = std::unique_lock<std::mutex>;
-    using reader = reader_of<Link>;
+    using reader = reader_place;
 
     void read_chunks() {
         reader me;
@@ -203,19 +221,24 @@ private:
         locked lock(mutex);
         for (;;) {
             work_.wait(lock, [&] { return something_to_do() || (stopping_ && open_.empty()); });
-            if (const auto next = next_open(); next != open_.end()) {
+            if (auto* due = unserved(now()); due != nullptr) {
+                this->serve(lock, *due);
+            } else if (const auto next = next_open(); next != open_.end()) {
                 bring_part(lock, me, next);
             } else if (failed_rest() != unopened_.end()) {
                 drop_failed_rest(lock);
             } else if (stopping_ && open_.empty()) {
                 return;
             } else if (can_open()) {
-                open(lock, me);
+                open(lock);
+            } else if (auto* held = unserved(desk::time::max()); held != nullptr) {
+                this->serve(lock, *held);
             }
         }
     }
 
-    [[nodiscard]] bool something_to_do() noexcept { return next_open() != open_.end() || can_open() || failed_rest() != unopened_.end(); }
+    bool something_to_read() noexcept override { return next_open() != open_.end() || can_open() || failed_rest() != unopened_.end(); }
+    [[nodiscard]] bool something_to_do() noexcept { return something_to_read() || unserved(desk::time::max()) != nullptr; }
 
     /// Each reader that is about to be busy wakes the next one, as long as there is something for it.
     void wake_another() noexcept {
@@ -233,12 +256,25 @@ private:
         });
     }
 
-    [[nodiscard]] bool needs_slot() const noexcept { return !unopened_.empty() || queue_.needs_slot(); }
+    /// Whether the next chunk may need a slot. A ranked scheduler names what is on demand first.
+    [[nodiscard]] bool needs_slot() const noexcept {
+        if (ranked_scheduler<Scheduler> && queue_.on_demand()) {
+            return for_on_demand();
+        }
+        return !unopened_.empty() || queue_.needs_slot();
+    }
+
+    /// Whether the next slot is for what is on demand, for which slots are kept.
+    [[nodiscard]] bool for_on_demand() const noexcept {
+        return queue_.on_demand_needs_slot() || (!unopened_.empty() && unopened_.front()->what.urgent);
+    }
 
     /// Asked where no open chunk wants a reader.
-    [[nodiscard]] bool can_open() const noexcept {
-        return !stopping_ && !opening_ && open_.size() < most_open && (!unopened_.empty() || !queue_.empty()) &&
-               (!needs_slot() || staging_->available());
+    [[nodiscard]] bool can_open() {
+        if (stopping_ || opening_ || open_.size() >= most_open) {
+            return false;
+        }
+        return needs_slot() ? staging_->available(for_on_demand()) : queue_.to_host() || this->window_wants_one();
     }
 
     [[nodiscard]] auto failed_rest() noexcept {
@@ -257,11 +293,12 @@ private:
     /// Opens the next chunk for all readers, or the next slotful of one that is larger than a slot. The slot comes first and the chunk is
     /// chosen when the slot is free, so that the most urgent gets the next free slot. Running copies are looked at from time to time, and
     /// none is waited for: a device that is held up must not hold up what goes elsewhere, or who cancels.
-    void open(locked& lock, reader& me) {
+    void open(locked& lock) {
         slot_type* slot = nullptr;
         if (needs_slot()) {
             opening_ = true;
-            while (!stopping_ && needs_slot() && staging_->available() && (slot = staging_->take()) == nullptr) {
+            while (!stopping_ && needs_slot() && staging_->available(for_on_demand()) &&
+                   (slot = staging_->take(for_on_demand())) == nullptr) {
                 slot_came_.wait_for(lock, between_looks);
             }
             opening_ = false;
@@ -273,6 +310,10 @@ private:
         const route way = c == nullptr ? route::to_host : c->what.load->routes[c->what.chunk];
         if (slot != nullptr && way != route::staged) {
             staging_->give_back_unused(std::exchange(slot, nullptr));
+        }
+        if (way == route::staged && slot == nullptr) {  // the scheduler was not told of a change
+            unopened_.push_front(c);
+            return wake_another();
         }
         if (c == nullptr) {
             arrived.notify_all();  // a scheduler that lost chunks has failed their loads
@@ -286,19 +327,19 @@ private:
         if (end < c->span()) {
             unopened_.push_back(c);
         }
-        if (way == route::as_it_lies) {
+        if (way == route::as_it_lies) {  // in its window before another is chosen
             f->next = f->end;
-            wake_another();
-            finish(lock, me, f);
+            this->leave_to_window(f);
         } else {
             open_.push_back(f);
-            wake_another();
         }
+        wake_another();
     }
 
     /// What the scheduler names, and in turn with it the rest of a chunk that is larger than a slot. Nothing where there is neither.
     [[nodiscard]] std::shared_ptr<moving_chunk> next_chunk() {
-        if (!unopened_.empty() && (queue_.empty() || rest_next_)) {
+        const bool rest_waits = !unopened_.empty() && queue_.on_demand() && !unopened_.front()->what.urgent;
+        if (!unopened_.empty() && (queue_.empty() || (rest_next_ && !rest_waits))) {
             rest_next_ = false;
             const std::shared_ptr<moving_chunk> c = unopened_.front();
             unopened_.pop_front();
@@ -344,45 +385,35 @@ private:
         }
     }
 
-    template <class Work>
-    static std::exception_ptr attempt(Work&& work) noexcept {
-        try {
-            work();
-            return nullptr;
-        } catch (...) {
-            return std::current_exception();
-        }
-    }
-
-    /// Waits for a copy. One that failed has left its slot free, and its error is the next load's to report.
-    static std::exception_ptr await(const typename Link::marker& copied) noexcept {
-        return attempt([&] { copied.synchronize(); });
-    }
-
     /// All parts of a filling are in the slot, or in vain: on to the device with it.
     void finish(locked& lock, reader& me, const filling_ptr& f) {
         load_state& load = f->load();
         const bool to_device = !load.where.on_host() && f->error == nullptr && load.error == nullptr;
-        const bool windowed = copies_run_on && !f->chunk->what.urgent;
+        const bool windowed = copies_run_on && !at_once(f->chunk->what.urgent);
         lock.unlock();
         std::exception_ptr error = f->error;
         if (to_device) {
             me.stay_near(load.where.device, readers_);
-            error = attempt([&] { me.serve(load.where.device); });
         }
-        if (to_device && !error && windowed) {
-            issue(f);
-        } else {
-            if (to_device && !error) {
-                error = attempt([&] { copy_filling<Link, copies_run_on>(*f, slot_bytes_); });
-            }
-            settle(f, std::move(error));
+        if (to_device && windowed) {
+            lock.lock();
+            this->leave_to_window(f);
+            return wake_another();
         }
+        if (to_device) {
+            error = pass_by(load.where, [&] { send(*f); });
+        }
+        settle(f, std::move(error));
         lock.lock();
     }
 
-    /// After a filling: the slot goes back, and with the last of a chunk the load counts.
-    void settle(const filling_ptr& f, std::exception_ptr error) {
+    void send(filling_type& f) override {
+        const typename Link::guard on(f.load().where.device);
+        copy_filling<Link, copies_run_on>(f, slot_bytes_);
+    }
+
+    /// The slot goes back, and with the last of a chunk the load counts.
+    void settle(const filling_ptr& f, std::exception_ptr error) override {
         locked lock(mutex);
         if (f->slot != nullptr) {
             f->copied ? staging_->give_back(f->slot) : staging_->give_back_unused(f->slot);
@@ -415,43 +446,6 @@ private:
         lock.lock();
     }
 
-    /// Leaves a filling to the window of its device, and serves the window if nobody does.
-    void issue(filling_ptr ready) {
-        const int device = ready->load().where.device;
-        locked lock(mutex);
-        window_type& window = windows_.try_emplace(device, window_).first->second;
-        if (!window.push(std::move(ready))) {
-            return;
-        }
-        while (window.go_on()) {
-            std::optional<filling_ptr> next = window.take_failed();
-            std::exception_ptr error;
-            if (next) {
-                error = (*next)->load().error;
-                lock.unlock();
-            } else {
-                lock.unlock();
-                error = await(window.oldest_copy());
-                lock.lock();
-                next = window.take_most_urgent();
-                if (!next) {
-                    continue;  // its load has failed meanwhile
-                }
-                lock.unlock();
-                if (!error) {
-                    error = attempt([&] {
-                        copy_filling<Link, copies_run_on>(**next, slot_bytes_);
-                        window.oldest_copy().record((*next)->load().where.stream);
-                        window.became_newest();
-                    });
-                }
-            }
-            settle(*next, std::move(error));
-            next.reset();  // the last owner of a load may be this one, and its destructor needs no lock
-            lock.lock();
-        }
-    }
-
     /// Ends what waits of loads that have failed, for room in a window, for a slot or for a reader, so that a held-up device does not hold
     /// up who cancels.
     void settle_failed() {
@@ -470,8 +464,8 @@ private:
                 failed = (*f)->busy == 0 ? *f : nullptr;  // else the last of its readers ends it
                 f = open_.erase(f);
             }
-            for (auto w = windows_.begin(); w != windows_.end() && failed == nullptr; ++w) {
-                failed = w->second.take_failed().value_or(nullptr);
+            if (failed == nullptr) {
+                failed = this->take_failed();
             }
             if (failed == nullptr) {
                 return wake_another();
@@ -486,7 +480,7 @@ private:
     const std::size_t slot_bytes_;
     const std::uint32_t slots_;
     const int near_;
-    const std::uint32_t window_;
+    const engine_options how_;
     const std::uint64_t part_bytes_;
     const std::size_t readers_;
     std::mutex reserving_;
@@ -494,10 +488,9 @@ private:
 
     std::unique_ptr<staging_type> staging_;
     std::deque<filling_ptr> open_;                        ///< parts of them are to be handed out
-    std::deque<std::shared_ptr<moving_chunk>> unopened_;  ///< chunks larger than a slot, the rest of which waits for one
+    std::deque<std::shared_ptr<moving_chunk>> unopened_;  ///< of chunks larger than a slot the rest, which waits for one
     bool rest_next_ = false;                              ///< of such a chunk comes before what the scheduler names
     bool opening_ = false;                                ///< a reader waits for the slot of the next chunk
-    std::map<int, window_type> windows_;                  ///< by device
     bool stopping_ = false;
     std::vector<std::thread> threads_;  // last: it uses everything above
 };

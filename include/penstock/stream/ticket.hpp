@@ -47,6 +47,20 @@ enum class route : std::uint8_t {
     by_caller    ///< start() enqueues the copy from where the bytes are
 };
 
+/// How many chunks nobody has taken.
+struct untaken_chunks {
+    std::int64_t all = 0;
+    std::int64_t staged = 0;      ///< of these
+    std::int64_t as_it_lies = 0;  ///< of these
+
+    void add(const untaken_chunks& n, std::int64_t times) noexcept {
+        all += times * n.all;
+        staged += times * n.staged;
+        as_it_lies += times * n.as_it_lies;
+    }
+    void add(route way, std::int64_t n) noexcept { add({1, way == route::staged, way == route::as_it_lies}, n); }
+};
+
 /// Everything about one load. Plan, source and place do not change; the rest is guarded by the engine's mutex.
 struct load_state : plan_parts {
     load_state(plan_parts plan, byte_source& from, place to, progress_callback call, std::stop_token token)
@@ -59,7 +73,7 @@ struct load_state : plan_parts {
           taken(chunks.size()),
           left(requests.size()),
           dropped(requests.size()),
-          untaken_left(requests.size()),
+          untaken(requests.size()),
           chunks_left(chunks.size()) {
         for (std::uint32_t r = 0; r < requests.size(); ++r) {
             number_of.emplace(requests[r].what.id, r);
@@ -76,13 +90,11 @@ struct load_state : plan_parts {
     std::stop_token stop;
     std::chrono::steady_clock::time_point started = std::chrono::steady_clock::now();
 
-    std::vector<route> routes;                ///< by chunk; fixed before the load is enqueued
-    std::vector<std::uint8_t> taken;          ///< by chunk: someone brings it or has brought it
-    std::vector<std::uint32_t> left;          ///< by request: chunks that have not arrived
-    std::vector<std::uint8_t> dropped;        ///< by request: chunks of it were left out
-    std::vector<std::uint32_t> untaken_left;  ///< by request: chunks that nobody has taken
-    std::uint64_t untaken = 0;
-    std::uint64_t untaken_staged = 0;  ///< of these, how many need a staging slot
+    std::vector<route> routes;            ///< by chunk; fixed before the load is enqueued
+    std::vector<std::uint8_t> taken;      ///< by chunk: someone brings it or has brought it
+    std::vector<std::uint32_t> left;      ///< by request: chunks that have not arrived
+    std::vector<std::uint8_t> dropped;    ///< by request: chunks of it were left out
+    std::vector<untaken_chunks> untaken;  ///< by request
     std::uint64_t chunks_left = 0;
     std::uint64_t bytes_done = 0;
     std::uint64_t reads = 0;

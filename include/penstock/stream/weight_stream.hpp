@@ -19,8 +19,12 @@ struct stream_options {
     int readers =
         0;  ///< threads that read; 0: three for four usable cores, at least 2, at most 12, beyond which a PCIe 5 link gains nothing
     int device = -1;                 ///< the GPU next to which staging should lie; negative: the one that is loaded first
-    std::uint32_t issue_window = 2;  ///< chunks of loads that are not on demand on one GPU's copy engine at a time; others do not count
-    bytes read_bytes{1u << 20};      ///< what a reader reads at a time: a chunk is filled by several
+    std::uint32_t issue_window = 2;  ///< chunks on one GPU's copy engine at a time, of those that wait for their turn there
+    bool on_demand_waits = false;  ///< for its turn too: for loads on demand that compete with one another. Else they are enqueued at once
+    std::uint32_t slots_kept =
+        1;  ///< staging slots for what is on demand alone, where the scheduler puts that first; one is for all at least
+    const link_watch* watch = nullptr;  ///< what else is on the link, for governors; outlives the stream
+    bytes read_bytes{1u << 20};         ///< what a reader reads at a time: a chunk is filled by several
 };
 
 /// Brings bytes from files or host memory to host memory or to a GPU. It owns its reader threads, which are started once and joined by its
@@ -31,8 +35,10 @@ struct stream_options {
 /// stream; a slot is filled again when its copy is over. Pinned memory goes to a device without staging: what is on demand is enqueued by
 /// start() itself. With memory::pageable, copies to a device are synchronous, one chunk at a time: the naive way, for comparison.
 ///
-/// Prefetched and background chunks, staged or pinned, wait until at most `issue_window` of their kind are on the device's copy engine, the
-/// most urgent first; so an urgent load of the same device stands behind that many chunks, and not behind a load or a full ring. A stream
+/// Reading ahead and being on the link are two numbers: the slots of staging, and `issue_window`. Prefetched and background chunks, staged or
+/// pinned, wait until fewer than that are on the device's copy engine and nothing on demand is, and go in the scheduler's order of precedence;
+/// so an urgent load of the same device stands behind that many chunks, and not behind a load or a full ring, of which `slots_kept` slots are
+/// its own. throttled<Scheduler, Governor> holds them back further. A stream
 /// that is held up for long can come to hold all staging: give every device a weight stream of its own, with readers and staging near it. So may a
 /// load to host memory wait behind chunks that have no room in staging.
 template <class Memory, class Chunking, class Prefetch, class Scheduler>
@@ -58,7 +64,8 @@ public:
           slot_bytes_(larger<std::uint64_t>(chunking.bytes_per_chunk(0, unbounded_slot_bytes), 1)),
           slots_(larger<std::uint32_t>(prefetch.chunks_ahead(slot_bytes_), 1)),
           readers_(options.readers > 0 ? options.readers : default_readers()),
-          engine_(std::make_shared<engine>(readers_, slot_bytes_, slots_, options.device, options.issue_window, options.read_bytes)) {}
+          engine_(std::make_shared<engine>(readers_, slot_bytes_, slots_, options.device, options.issue_window, options.read_bytes,
+                                           detail::engine_options{options.slots_kept, options.on_demand_waits, options.watch})) {}
 
     basic_weight_stream(const basic_weight_stream&) = delete;
     basic_weight_stream& operator=(const basic_weight_stream&) = delete;
