@@ -21,14 +21,14 @@ struct link_sight {
 };
 
 /// `look(now, sight)` tells it what is seen; `may_go(now)` is the time from which on the next chunk that is not on demand may go, `now` or
-/// before it for at once; `went(now, bytes)` that one goes; `arrived(bytes, took, alone)` how long one was on the engine, and whether it was
-/// there without another before it. Times of one clock, which does not go back.
+/// before it for at once; `went(now, bytes)` that one goes; `arrived(now, bytes, took, alone)` how long one was on the engine, and whether it
+/// found the engine idle. Times of one clock, which does not go back.
 template <class G>
 concept link_governor = std::default_initializable<G> && requires(G g, std::chrono::nanoseconds t, link_sight s, std::uint64_t n) {
     g.look(t, s);
     { g.may_go(t) } -> std::same_as<std::chrono::nanoseconds>;
     g.went(t, n);
-    g.arrived(n, t, true);
+    g.arrived(t, n, t, true);
 };
 
 namespace governor {
@@ -40,7 +40,7 @@ struct none {
     void look(nanoseconds, const link_sight&) noexcept {}
     [[nodiscard]] nanoseconds may_go(nanoseconds now) const noexcept { return now; }
     void went(nanoseconds, std::uint64_t) noexcept {}
-    void arrived(std::uint64_t, nanoseconds, bool) noexcept {}
+    void arrived(nanoseconds, std::uint64_t, nanoseconds, bool) noexcept {}
 };
 
 /// At most `PerSecond` bytes a second over any time, save for the one chunk that is on its way.
@@ -55,7 +55,7 @@ public:
         const double takes = std::ceil(static_cast<double>(size) * 1e9 / static_cast<double>(PerSecond.count));
         next_ = larger(next_, now) + nanoseconds(static_cast<std::int64_t>(takes));
     }
-    void arrived(std::uint64_t, nanoseconds, bool) noexcept {}
+    void arrived(nanoseconds, std::uint64_t, nanoseconds, bool) noexcept {}
 
 private:
     nanoseconds next_ = nanoseconds::min();
@@ -116,37 +116,26 @@ public:
         most_bytes_ = larger(most_bytes_, size);
     }
 
-    /// What was alone on the engine is held against what was alone, since that pays for its way there; small chunks pay more, and say nothing.
-    void arrived(std::uint64_t size, nanoseconds took, bool alone) noexcept {
-        if (size < most_bytes_ / 4 * 3) {
+    /// Copies beside what is seen say nothing about what is not; nor do small ones, for which the way to the engine counts.
+    void arrived(nanoseconds now, std::uint64_t size, nanoseconds took, bool alone) noexcept {
+        if (size < most_bytes_ / 4 * 3 || from_device_ || (was_pressed_ && pressed_ >= now - took)) {
             return;
         }
-        achieved& a = alone ? alone_ : in_a_row_;
-        a.now.add(size, took);
-        a.best = larger(a.best, a.now.bytes_per_second());
-        alone_is_newer_ = alone;
+        achieved_.add(size, alone ? took - start : took);
+        best_ = larger(best_, achieved_.bytes_per_second());
     }
 
-    /// Of what the link gave at its best; 1 while nothing is known.
-    [[nodiscard]] double share() const noexcept {
-        const achieved& a = alone_is_newer_ ? alone_ : in_a_row_;
-        return a.best > 0 ? a.now.bytes_per_second() / a.best : 1;
-    }
+    /// What copies achieve, as a part of the best that they did; 1 while nothing is known.
+    [[nodiscard]] double share() const noexcept { return best_ > 0 ? achieved_.bytes_per_second() / best_ : 1; }
 
 private:
-    struct achieved {
-        bandwidth_estimate now;
-        double best = 0;
-    };
+    static constexpr nanoseconds start = std::chrono::microseconds(8);  ///< from the call to the first byte, on an idle engine
+    static constexpr double slowest = 10e9;                             ///< bytes a second, until something is known: PCIe 3
 
-    /// Until the link is known, the slowest that is in use: PCIe 3.
-    [[nodiscard]] double best() const noexcept {
-        const double b = larger(alone_.best, in_a_row_.best);
-        return b > 0 ? b : 10e9;
-    }
+    [[nodiscard]] double best() const noexcept { return best_ > 0 ? best_ : slowest; }
 
-    achieved alone_, in_a_row_;
-    bool alone_is_newer_ = false;
+    bandwidth_estimate achieved_;
+    double best_ = 0;
     bool was_pressed_ = false;
     bool from_device_ = false;
     nanoseconds pressed_{0};

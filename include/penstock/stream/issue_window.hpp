@@ -98,7 +98,7 @@ public:
     void ended(copy& c, std::optional<time> now) noexcept {
         if (const std::uint64_t size = std::exchange(c.bytes, 0); size > 0 && now && last_end_) {
             const bool alone = *last_end_ <= c.enqueued;
-            governor_.arrived(size, *now - (alone ? c.enqueued : *last_end_), alone);
+            governor_.arrived(*now, size, *now - (alone ? c.enqueued : *last_end_), alone);
         }
         last_end_ = now;
     }

@@ -4,6 +4,8 @@
 #include <penstock/cuda/device.hpp>
 #include <penstock/policy/governor.hpp>
 
+#include <cuda/atomic>
+
 #include <atomic>
 #include <cstdint>
 #include <optional>
@@ -18,7 +20,9 @@ struct miss_word {
 
     /// By one thread of a kernel before it begins to read host memory, with what it will read; again with less as it goes on, if it likes;
     /// with 0 when all of it is there. Seen by the host a microsecond later.
-    PENSTOCK_HD void post(std::uint64_t bytes) const noexcept { *static_cast<volatile std::uint64_t*>(word) = bytes; }
+    PENSTOCK_HD void post(std::uint64_t bytes) const noexcept {
+        cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system>(*word).store(bytes, cuda::memory_order_relaxed);
+    }
 };
 
 /// What a governor watches beside the copies of its weight stream: misses that kernels post, and bytes that come from the device. The engine
@@ -50,7 +54,7 @@ public:
     [[nodiscard]] link_sight sight() const noexcept {
         link_sight s;
         for (std::uint32_t i = 0; i < count_; ++i) {
-            s.missing += std::atomic_ref<std::uint64_t>(words_[i * stride]).load(std::memory_order_relaxed);
+            s.missing += cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system>(words_[i * stride]).load(cuda::memory_order_relaxed);
         }
         s.device_to_host = from_device_.load(std::memory_order_relaxed);
         return s;

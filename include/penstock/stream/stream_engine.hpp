@@ -213,10 +213,8 @@ private:
 
     // ---- the readers ----
 
-    using reader = reader_place;
-
     void read_chunks() {
-        reader me;
+        reader_place me;
         me.stay_near(near_, readers_);
         locked lock(mutex);
         for (;;) {
@@ -351,7 +349,7 @@ private:
     }
 
     /// Takes the next part of an open chunk. Of a chunk that will not arrive nothing more is brought.
-    void bring_part(locked& lock, reader& me, typename std::deque<filling_ptr>::iterator at) {
+    void bring_part(locked& lock, reader_place& me, typename std::deque<filling_ptr>::iterator at) {
         const filling_ptr f = *at;
         load_state& load = f->load();
         const planned_chunk& c = f->plan();
@@ -386,7 +384,7 @@ private:
     }
 
     /// All parts of a filling are in the slot, or in vain: on to the device with it.
-    void finish(locked& lock, reader& me, const filling_ptr& f) {
+    void finish(locked& lock, reader_place& me, const filling_ptr& f) {
         load_state& load = f->load();
         const bool to_device = !load.where.on_host() && f->error == nullptr && load.error == nullptr;
         const bool windowed = copies_run_on && !at_once(f->chunk->what.urgent);
@@ -397,10 +395,13 @@ private:
         }
         if (to_device && windowed) {
             lock.lock();
-            this->leave_to_window(f);
-            return wake_another();
-        }
-        if (to_device) {
+            if (!f->failed()) {
+                this->leave_to_window(f);
+                return wake_another();
+            }
+            error = load.error;  // meanwhile: nobody would look for it in the window
+            lock.unlock();
+        } else if (to_device) {
             error = pass_by(load.where, [&] { send(*f); });
         }
         settle(f, std::move(error));
