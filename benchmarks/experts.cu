@@ -168,7 +168,7 @@ routed_calls route(const shape& s, std::uint32_t calls, std::uint32_t tokens, bo
 
 /// What the float32 kernels make of the first call of `step`, whose ids are the first of `ids`.
 template <class Format>
-std::vector<float> exact_output(const shape& s, const ps::expert_layout& layout, const ps::decode_step& step,
+std::vector<float> exact_output(const shape& s, const ps::expert_layout& layout, const ps::expert_step& step,
                                 const std::vector<std::int32_t>& ids, const std::vector<const std::byte*>& records, cudaStream_t stream) {
     const std::uint32_t tokens = step.hidden.tokens;
     const std::uint32_t pairs = tokens * s.k;
@@ -254,7 +254,7 @@ bool measure(const shape& s, const std::vector<std::uint32_t>& token_counts, boo
         const auto weights = to_device(some_weights);
         const auto step = [&](std::uint32_t call) {
             const std::size_t first = std::size_t{call} * tokens * s.k;
-            return ps::decode_step{.records = device_addresses.data(),
+            return ps::expert_step{.records = device_addresses.data(),
                                    .hidden = {hidden.data(), ps::dtype::bf16, tokens, s.hidden},
                                    .ids = ids.data() + first,
                                    .weights = weights.data() + first,
@@ -351,6 +351,7 @@ int main(int argc, char** argv) try {
     const shape deepseek{"deepseek-v3", weight_kind::fp8_block128, 7168, 2048, 256, 8, activation::swiglu, 1.12, 0};
     const shape qwen235{"qwen3-235b", weight_kind::bf16, 4096, 1536, 128, 8, activation::swiglu, 1.12, 0};
     const shape mixtral{"mixtral", weight_kind::bf16, 4096, 14336, 8, 2, activation::swiglu, 1.08, 0};
+    const shape gpt_oss{"gpt-oss-120b", weight_kind::mxfp4, 2880, 2880, 128, 4, activation::gpt_oss, 0, 1.15};
     const shape qwen30{"qwen3-30b", weight_kind::bf16, 2048, 768, 128, 8, activation::swiglu, 1.30, 1.12};
     const auto wanted = [&](const shape& s) {
         return only.empty() || ("," + only + ",").find("," + std::string(s.name) + ",") != std::string::npos;
@@ -373,6 +374,7 @@ int main(int argc, char** argv) try {
     for (const shape& s : {qwen235, mixtral, qwen30}) {
         run(ps::format::bf16{}, s, false);
     }
+    run(ps::format::mxfp4{}, gpt_oss, false);
     run(ps::format::fp8_block128{}, deepseek, true);
     run(ps::format::bf16{}, qwen235, true);
     if (!json.empty()) {

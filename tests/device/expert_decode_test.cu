@@ -178,6 +178,14 @@ TEST_CASE("the output is right for every format, arrangement, activation and num
     check<ps::format::fp8_block128>(
         {.kind = weight_kind::fp8_block128, .hidden = 272, .intermediate = 208, .how = arrangement::rows_together}, 5, {1, 6, 30}, 8);
     check<ps::format::fp8_block128>({.kind = weight_kind::fp8_block128, .hidden = 2064, .intermediate = 1040}, 3, {1, 9}, 2);
+    check<ps::format::mxfp4>({.kind = weight_kind::mxfp4, .hidden = 512, .intermediate = 352}, 6, {1, 2, 9, 30}, 4);
+    check<ps::format::mxfp4>({.kind = weight_kind::mxfp4,
+                              .hidden = 2880,
+                              .intermediate = 96,
+                              .how = arrangement::rows_alternate,
+                              .act = ps::activation::gpt_oss,
+                              .biases = true},
+                             5, {1, 17}, 4);
 }
 
 TEST_CASE("K06 sizes that fit no tile") {
@@ -186,6 +194,9 @@ TEST_CASE("K06 sizes that fit no tile") {
     }
     for (const auto& [hidden, intermediate] : {std::pair{16u, 16u}, {16u, 144u}, {144u, 16u}, {576u, 192u}}) {
         check<ps::format::fp8_block128>({.kind = weight_kind::fp8_block128, .hidden = hidden, .intermediate = intermediate}, 3, {1, 10}, 2);
+    }
+    for (const auto& [hidden, intermediate] : {std::pair{32u, 32u}, {96u, 288u}, {288u, 32u}}) {
+        check<ps::format::mxfp4>({.kind = weight_kind::mxfp4, .hidden = hidden, .intermediate = intermediate}, 3, {1, 10}, 2);
     }
 }
 
@@ -367,7 +378,7 @@ TEST_CASE("what does not fit is refused by name") {
     CHECK_THROWS_AS(ps::expert_decode<ps::format::bf16>(fits, 4, 1, 0), ps::configuration_error);
     const ps::expert_decode<ps::format::bf16> decode(fits, 4, 2, 2);
     guarded<std::byte> memory(decode.workspace_bytes());
-    ps::decode_step step{.hidden = {memory.data(), ps::dtype::bf16, 3, 64}, .out = {memory.data(), ps::dtype::bf16, 3, 64}};
+    ps::expert_step step{.hidden = {memory.data(), ps::dtype::bf16, 3, 64}, .out = {memory.data(), ps::dtype::bf16, 3, 64}};
     CHECK_THROWS_WITH_AS(decode.enqueue(step, {memory.data(), memory.size()}, nullptr), doctest::Contains("3 tokens"),
                          ps::configuration_error);
     step.hidden.tokens = step.out.tokens = 2;

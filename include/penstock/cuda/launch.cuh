@@ -6,6 +6,8 @@
 
 #include <penstock/cuda/device.hpp>
 
+#include <nv/target>
+
 #include <cstddef>
 #include <span>
 #include <tuple>
@@ -87,6 +89,25 @@ void launch_with(std::span<cudaLaunchAttribute> attributes, void (*kernel)(Param
             check(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), pointers), "cudaLaunchKernelExC");
         },
         values);
+}
+
+/// As `launch`, for a kernel whose blocks all call wait_for_launch_before: they may start when those of the launch before have all called
+/// let_next_launch_begin, or ended, so that a kernel's start is not waited for.
+template <class... Params, class... Args>
+void launch_early(void (*kernel)(Params...), dim3 grid, dim3 block, std::size_t shared_bytes, cudaStream_t stream, Args&&... args) {
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    const std::size_t attributes = compiled_for_sm_90(reinterpret_cast<const void*>(kernel)) ? 1 : 0;  // else it would not wait
+    launch_with({&early, attributes}, kernel, grid, block, shared_bytes, stream, std::forward<Args>(args)...);
+}
+
+/// Returns when what was enqueued before this launch has ended, and its writes are seen.
+__device__ inline void wait_for_launch_before() { NV_IF_TARGET(NV_PROVIDES_SM_90, (asm volatile("griddepcontrol.wait;" ::: "memory");)) }
+
+/// Called after wait_for_launch_before: so the launch after the next finds ended what was enqueued before this one.
+__device__ inline void let_next_launch_begin() {
+    NV_IF_TARGET(NV_PROVIDES_SM_90, (asm volatile("griddepcontrol.launch_dependents;" ::: "memory");))
 }
 
 }  // namespace detail

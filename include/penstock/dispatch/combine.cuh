@@ -81,6 +81,8 @@ struct combine_arguments {
 
 template <class Format>
 __global__ __launch_bounds__(element_threads) __attribute__((visibility("hidden"))) void combine_rows(combine_arguments a) {
+    wait_for_launch_before();
+    let_next_launch_begin();
     const std::uint64_t token = blockIdx.x / a.blocks_per_row;
     const std::uint32_t begin = blockIdx.x % a.blocks_per_row * columns_per_block;
     const std::uint32_t end = smaller(begin + columns_per_block, a.hidden);
@@ -159,7 +161,7 @@ struct combine_launcher {
         if (blocks > 0x7fffffffu) {
             throw configuration_error("penstock: combine of " + std::to_string(tokens) + " tokens needs more blocks than a launch has");
         }
-        launch(combine_rows<Format>, dim3(static_cast<unsigned>(blocks)), dim3(element_threads), 0, stream, a);
+        launch_early(combine_rows<Format>, dim3(static_cast<unsigned>(blocks)), dim3(element_threads), 0, stream, a);
     }
 };
 

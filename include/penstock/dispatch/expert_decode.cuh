@@ -7,6 +7,7 @@
 #include <penstock/cuda/launch.cuh>
 #include <penstock/dispatch/combine.cuh>
 #include <penstock/dispatch/detail/decode_kernel.cuh>
+#include <penstock/dispatch/expert_step.hpp>
 #include <penstock/dispatch/permutation.cuh>
 
 #include <array>
@@ -15,20 +16,6 @@
 #include <string>
 
 namespace penstock::inline v0_1 {
-
-/// What one call computes. Pointers are in memory that the device reads, `out`'s in memory that it writes; hidden states start at a multiple
-/// of 16 bytes.
-struct decode_step {
-    const std::byte* const* records = nullptr;  ///< [experts], each at a multiple of 16 bytes; of experts that no id names, unused
-    activations hidden;                         ///< in the operand's type: f16 for experts in f16, else bf16
-    const std::int32_t* ids = nullptr;          ///< [tokens, k]; outside [0, experts): no expert
-    const std::int32_t* rows = nullptr;      ///< with `offsets`: the pairs sorted by expert, as executor::cuda::route_to_work and permute
-    const std::uint32_t* offsets = nullptr;  ///< write them; where they are null, calls with many pairs sort the ids themselves
-    const float* weights = nullptr;          ///< [tokens, k]; null: every weight is 1
-    const float* input_scale = nullptr;      ///< [tokens, k], multiplies the input of the pair; may be null
-    const float* shared = nullptr;           ///< [tokens, hidden], added; may be null
-    activations_out out;                     ///< [tokens, hidden]
-};
 
 /// The experts of a layer for few tokens each: out[t] = sum over j, ascending, of weights[t, j] * expert ids[t, j] of hidden[t], + shared[t].
 ///
@@ -41,7 +28,7 @@ struct decode_step {
 /// capturable. A workspace serves calls of one object that follow each other on one stream: where another object has its counters, this one
 /// may have results. Blocks wait for blocks that run already, never for such as have yet to start: neighbours on other streams delay a call,
 /// and cannot stop it.
-/// @tparam Format of the weights: format::bf16, f16 or fp8_block128
+/// @tparam Format of the weights: format::bf16, f16, fp8_block128, or mxfp4 with scales up to 2^33
 template <class Format>
 class expert_decode {
     using fragment = detail::fragment<Format>;
@@ -70,7 +57,6 @@ public:
         arguments_.k = k;
         blocks_[0] = blocks_of(detail::decode_experts<Format, 1>, shared_bytes<1>(), blocks);
         blocks_[1] = blocks_of(detail::decode_experts<Format, 8>, shared_bytes<8>(), blocks);
-        starts_early_ = detail::compiled_for_sm_90(reinterpret_cast<const void*>(detail::decode_experts<Format, 1>));
         if constexpr (two_planes) {
             detail::load_kernels(detail::scale_hidden<scale_warps>);
         }
@@ -92,7 +78,7 @@ public:
             if (m->col_stride != 1 || m->offset % 16 != 0 || !whole(m->row_stride) || !whole(m->cols)) {
                 return "rows that are not contiguous, or no whole multiples of 16 bytes";
             }
-            if (detail::decoder<Format>::scaled && m->scale_offset % sizeof(float) != 0) {
+            if (Format::kind == weight_kind::fp8_block128 && m->scale_offset % sizeof(float) != 0) {
                 return "scales that start at no multiple of 4 bytes";
             }
         }
@@ -108,7 +94,7 @@ public:
     [[nodiscard]] std::uint32_t blocks(std::uint32_t tokens) const noexcept { return blocks_[tokens == 1 ? 0 : 1]; }
 
     /// Enqueues one step. @throws configuration_error for what does not fit the constructor's arguments, cuda_error
-    void enqueue(const decode_step& step, std::span<std::byte> workspace, cudaStream_t stream) const {
+    void enqueue(const expert_step& step, std::span<std::byte> workspace, cudaStream_t stream) const {
         const std::uint32_t tokens = step.hidden.tokens;
         if (tokens == 0) {
             return;
@@ -149,13 +135,16 @@ public:
                                i == 0 && tokens == 1 ? copies : 1, i == 0 ? tokens : a.pairs};
             }
             const std::uint64_t blocks = ceil_div(tokens * ceil_div(arguments_.phase[0].cols, 128), scale_warps);
-            launch(detail::scale_hidden<scale_warps>, dim3(static_cast<unsigned>(blocks), a.scaled[0].copies), dim3(scale_warps * 32), 0,
-                   stream, static_cast<const std::uint16_t*>(step.hidden.data), tokens, arguments_.phase[0].cols, a.scaled[0]);
+            detail::launch_early(detail::scale_hidden<scale_warps>, dim3(static_cast<unsigned>(blocks), a.scaled[0].copies),
+                                 dim3(scale_warps * 32), 0, stream, static_cast<const std::uint16_t*>(step.hidden.data), tokens,
+                                 arguments_.phase[0].cols, a.scaled[0]);
         }
         if (tokens == 1) {
-            launch_early(detail::decode_experts<Format, 1>, blocks_[0], shared_bytes<1>(), stream, a);
+            detail::launch_early(detail::decode_experts<Format, 1>, dim3(blocks_[0]), dim3(detail::decode_threads), shared_bytes<1>(),
+                                 stream, a);
         } else {
-            launch_early(detail::decode_experts<Format, 8>, blocks_[1], shared_bytes<8>(), stream, a);
+            detail::launch_early(detail::decode_experts<Format, 8>, dim3(blocks_[1]), dim3(detail::decode_threads), shared_bytes<8>(),
+                                 stream, a);
         }
         if (!a.combines) {
             detail::run_combine(a.partial, step.ids, step.weights, k_, step.shared, step.out, stream, experts_);
@@ -243,17 +232,7 @@ private:
         return limit > 0 ? smaller(limit, most) : most;
     }
 
-    /// The blocks may start before what was enqueued before them ends; they wait for it themselves (griddepcontrol.wait).
-    void launch_early(void (*kernel)(detail::decode_arguments), std::uint32_t blocks, std::size_t bytes, cudaStream_t stream,
-                      const detail::decode_arguments& a) const {
-        cudaLaunchAttribute early{};
-        early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        early.val.programmaticStreamSerializationAllowed = 1;
-        detail::launch_with({&early, starts_early_ ? std::size_t{1} : 0}, kernel, dim3(blocks), dim3(detail::decode_threads), bytes, stream,
-                            a);
-    }
-
-    void refuse_wrong(const decode_step& step, std::span<std::byte> workspace) const {
+    void refuse_wrong(const expert_step& step, std::span<std::byte> workspace) const {
         const std::uint32_t hidden = arguments_.phase[0].cols;
         const auto refuse = [](const std::string& what) { throw configuration_error("penstock: expert_decode: " + what); };
         if (step.hidden.tokens > max_tokens_) {
@@ -284,7 +263,6 @@ private:
     std::uint32_t max_tokens_;
     std::uint32_t k_;
     std::array<std::uint32_t, 2> blocks_{};
-    bool starts_early_ = false;  ///< where the kernel waits itself for what was enqueued before it
 };
 
 }  // namespace penstock::inline v0_1

@@ -58,6 +58,8 @@ template <int Threads>
 __global__ __launch_bounds__(Threads)
     __attribute__((visibility("hidden"))) void permute_in_one_block(const std::int32_t* ids, std::uint32_t pairs, std::uint32_t experts,
                                                                     std::int32_t* rows, std::uint32_t* offsets) {
+    wait_for_launch_before();
+    let_next_launch_begin();
     using scan = cub::BlockScan<std::uint32_t, Threads>;
     __shared__ staged_ids staged;
     __shared__ typename scan::TempStorage temporary;
@@ -89,6 +91,8 @@ __global__ __launch_bounds__(Threads)
 template <int Threads>
 __global__ __launch_bounds__(Threads) __attribute__((visibility("hidden"))) void count_pairs(const std::int32_t* ids, std::uint32_t pairs,
                                                                                              std::uint32_t experts, std::uint32_t* counts) {
+    wait_for_launch_before();
+    let_next_launch_begin();
     __shared__ staged_ids staged;
     const std::uint32_t begin = blockIdx.x * pairs_per_block;
     const std::uint32_t end = smaller(begin + pairs_per_block, pairs);
@@ -105,6 +109,8 @@ template <int Threads>
 __global__ __launch_bounds__(Threads)
     __attribute__((visibility("hidden"))) void scan_counts(std::uint32_t blocks, std::uint32_t experts, std::uint32_t* counts,
                                                            std::uint32_t* offsets) {
+    wait_for_launch_before();
+    let_next_launch_begin();
     constexpr int items = 8;
     using scan = cub::BlockScan<std::uint32_t, Threads>;
     __shared__ typename scan::TempStorage temporary;
@@ -140,6 +146,8 @@ template <int Threads>
 __global__ __launch_bounds__(Threads)
     __attribute__((visibility("hidden"))) void place_pairs(const std::int32_t* ids, std::uint32_t pairs, std::uint32_t experts,
                                                            const std::uint32_t* places, std::int32_t* rows) {
+    wait_for_launch_before();
+    let_next_launch_begin();
     __shared__ staged_ids staged;
     const std::uint32_t begin = blockIdx.x * pairs_per_block;
     const std::uint32_t end = smaller(begin + pairs_per_block, pairs);
@@ -172,14 +180,14 @@ inline void run_permute(const std::int32_t* ids, std::uint32_t pairs, std::uint3
     }
     const dim3 block(permute_threads);
     if (pairs <= pairs_per_block) {
-        launch(permute_in_one_block<permute_threads>, dim3(1), block, 0, stream, ids, pairs, experts, rows, offsets);
+        launch_early(permute_in_one_block<permute_threads>, dim3(1), block, 0, stream, ids, pairs, experts, rows, offsets);
         return;
     }
     auto* counts = reinterpret_cast<std::uint32_t*>(scratch.data());
     const auto blocks = static_cast<std::uint32_t>(ceil_div(pairs, pairs_per_block));
-    launch(count_pairs<permute_threads>, dim3(blocks), block, 0, stream, ids, pairs, experts, counts);
-    launch(scan_counts<permute_threads>, dim3(1), block, 0, stream, blocks, experts, counts, offsets);
-    launch(place_pairs<permute_threads>, dim3(blocks), block, 0, stream, ids, pairs, experts, counts, rows);
+    launch_early(count_pairs<permute_threads>, dim3(blocks), block, 0, stream, ids, pairs, experts, counts);
+    launch_early(scan_counts<permute_threads>, dim3(1), block, 0, stream, blocks, experts, counts, offsets);
+    launch_early(place_pairs<permute_threads>, dim3(blocks), block, 0, stream, ids, pairs, experts, counts, rows);
 }
 
 }  // namespace penstock::inline v0_1::detail

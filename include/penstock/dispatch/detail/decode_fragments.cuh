@@ -38,15 +38,19 @@ __device__ inline void multiply_add(tile_sums& d, std::uint32_t a0, std::uint32_
     }
 }
 
-/// fragment<Format>: `type` of the inputs, as they come and between the two matrices; `planes`: 16-byte vectors of inputs that go with 16 bytes of weights.
-/// `add(sums, upper, lower, x)` adds the products of 16 bytes of rows lane / 4 and lane / 4 + 8 with what belongs to them of a token's inputs.
+/// fragment<Format>: `type` of the inputs, as they come and between the two matrices; `vectors`: 16-byte vectors of inputs that go with 16
+/// bytes of weights; `planes`: in so many arrays they lie, vector v in plane v, or in one array as they come.
+/// `add(sums, upper, lower, x)` adds the products of 16 bytes of rows lane / 4 and lane / 4 + 8 with what belongs to them of a token's inputs;
+/// with the E8M0 codes of the two rows for formats that have them. The sums are 1 / `correction` of what they should be.
 template <class Format>
 struct fragment;
 
 template <dtype Type>
 struct fragment_of_halves {
     static constexpr dtype type = Type;
+    static constexpr std::uint32_t vectors = 1;
     static constexpr std::uint32_t planes = 1;
+    static constexpr float correction = 1.0f;
 
     __device__ static void add(tile_sums& sums, const uint4& upper, const uint4& lower, const uint4 (&x)[1]) {
         multiply_add<Type>(sums, upper.x, lower.x, upper.y, lower.y, x[0].x, x[0].y);
@@ -65,7 +69,9 @@ struct fragment<format::f16> : fragment_of_halves<dtype::f16> {};
 template <>
 struct fragment<format::fp8_block128> {
     static constexpr dtype type = dtype::bf16;
+    static constexpr std::uint32_t vectors = 2;
     static constexpr std::uint32_t planes = 2;
+    static constexpr float correction = 1.0f;
 
     /// Bytes 0 and 1, 2 and 3 of a word.
     __device__ static void widen(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
@@ -90,6 +96,57 @@ struct fragment<format::fp8_block128> {
         add_word(sums, upper.y, lower.y, x[0].z, x[0].w);
         add_word(sums, upper.z, lower.z, x[1].x, x[1].y);
         add_word(sums, upper.w, lower.w, x[1].z, x[1].w);
+    }
+};
+
+/// Codes of E2M1 become bf16 by moving their bits: those are 2^-126 of the value, subnormals too. One product with a power of two puts the
+/// group's E8M0 scale in. That power is kept 2^32 too small, so that scales up to 2^33 have one; above, the products are NaN.
+template <>
+struct fragment<format::mxfp4> {
+    static constexpr dtype type = dtype::bf16;
+    static constexpr std::uint32_t vectors = 4;
+    static constexpr std::uint32_t planes = 1;
+    static constexpr float correction = 4294967296.0f;
+
+    /// 2^(code - 127) * 2^126 / 2^32, twice.
+    __device__ static std::uint32_t power(std::uint32_t code) {
+        const std::uint32_t bits = code <= 160 ? (code + 94) << 7 : 0x7fc0u;
+        return bits | bits << 16;
+    }
+
+    __device__ static std::uint32_t times(std::uint32_t pair, std::uint32_t factor) {
+        std::uint32_t product;
+        NV_IF_ELSE_TARGET(NV_PROVIDES_SM_90,
+                          (asm("mul.rn.bf16x2 %0, %1, %2;"
+                               : "=r"(product)
+                               : "r"(pair), "r"(factor));),
+                          (asm("{\n .reg .b32 z;\n mov.b32 z, 0x80008000;\n fma.rn.bf16x2 %0, %1, %2, z;\n}"
+                               : "=r"(product)
+                               : "r"(pair), "r"(factor));))
+        return product;
+    }
+
+    /// Codes I and I + 4 of a word.
+    template <int I>
+    __device__ static std::uint32_t widen(std::uint32_t word, std::uint32_t factor) {
+        constexpr std::uint32_t magnitude = 0x01c001c0u;
+        const std::uint32_t moved = I == 0 ? word << 6 : I == 1 ? word << 2 : I == 2 ? word >> 2 : word >> 6;
+        return times((moved & magnitude) | (word << (12 - 4 * I) & 0x80008000u), factor);
+    }
+
+    __device__ static void add(tile_sums& sums, const uint4& upper, const uint4& lower, const uint4 (&x)[4], std::uint32_t upper_code,
+                               std::uint32_t lower_code) {
+        const std::uint32_t high = power(upper_code);
+        const std::uint32_t low = power(lower_code);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const std::uint32_t a = word_of(upper, i);
+            const std::uint32_t b = word_of(lower, i);
+            multiply_add<dtype::bf16>(sums, widen<0>(a, high), widen<0>(b, low), widen<1>(a, high), widen<1>(b, low),
+                                      __byte_perm(x[i].x, x[i].z, 0x5410), __byte_perm(x[i].x, x[i].z, 0x7632));
+            multiply_add<dtype::bf16>(sums, widen<2>(a, high), widen<2>(b, low), widen<3>(a, high), widen<3>(b, low),
+                                      __byte_perm(x[i].y, x[i].w, 0x5410), __byte_perm(x[i].y, x[i].w, 0x7632));
+        }
     }
 };
 

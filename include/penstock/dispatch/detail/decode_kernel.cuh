@@ -4,11 +4,10 @@
 #error "penstock/dispatch/detail/decode_kernel.cuh holds a kernel: compile this file with nvcc"
 #endif
 
+#include <penstock/cuda/launch.cuh>
 #include <penstock/dispatch/decode.hpp>
 #include <penstock/dispatch/detail/decode_stages.cuh>
 #include <penstock/dispatch/detail/shared_memory.cuh>
-
-#include <nv/target>
 
 /// The whole expert MLP of a decode step in one launch.
 ///
@@ -63,7 +62,7 @@ __device__ void write_tile(const decode_arguments& a, const decode_item<Tokens>&
         for (std::uint32_t s = 0; s < split; ++s) {
             sum += sums[(s * 16 + row) * Tokens + token];
         }
-        return sum;
+        return sum * fragment<Format>::correction;
     };
     if (item.phase == 0) {
         const std::uint32_t row = tile * 8 + lane % 8;
@@ -223,7 +222,8 @@ template <std::uint32_t Warps>
 __global__ __launch_bounds__(Warps * 32)
     __attribute__((visibility("hidden"))) void scale_hidden(const std::uint16_t* hidden, std::uint32_t tokens, std::uint32_t cols,
                                                             decode_scaled to) {
-    NV_IF_TARGET(NV_PROVIDES_SM_90, (asm volatile("griddepcontrol.launch_dependents;" ::: "memory");))
+    wait_for_launch_before();
+    let_next_launch_begin();
     const std::uint32_t blocks = (cols + 127) / 128;
     const std::uint32_t n = blockIdx.x * Warps + threadIdx.x / 32;
     const std::uint64_t token = n / blocks;
@@ -325,11 +325,19 @@ __device__ void multiply_items(const decode_arguments& a, decode_board<Tokens>& 
         const std::uint32_t tokens = item.tokens;
         const std::uint32_t split = a.phase[phase].split;
         const std::uint32_t stages = a.phase[phase].stages;
+        std::uint32_t skew[2] = {};
+        if constexpr (ring::grouped) {
+            const std::uint32_t row0 = (item.tile0 + warp / split) * a.phase[phase].step;
+            for (std::uint32_t h = 0; h < 2; ++h) {
+                skew[h] = static_cast<std::uint32_t>(group_scales_at<Format>(a.phase[phase], row0, h * 8 + lane / 4) % 4);
+            }
+        }
         for (std::uint32_t s = warp % split; s < stages; s += split) {
             fill();
             wait_for_copies(under_way - 1);
             __syncwarp();
-            add_stage<Format, Tokens>(sums, ring_start + take.next(ring::stage_bytes(tokens), ring::warp_bytes), tokens, lane);
+            add_stage<Format, Tokens>(sums, ring_start + take.next(ring::stage_bytes(tokens), ring::warp_bytes), tokens, lane, skew,
+                                      a.phase[phase].row_bytes / 16 - s * decode_row_chunks);
             --under_way;
         }
         fill();
@@ -370,7 +378,8 @@ __global__ __launch_bounds__(decode_threads, 1)
     auto* const few_weights = reinterpret_cast<float*>(few_ids + (a.combines ? a.pairs : 0));
     const std::uint32_t warp = threadIdx.x / 32;
     const std::uint32_t lane = threadIdx.x % 32;
-    NV_IF_TARGET(NV_PROVIDES_SM_90, (asm volatile("griddepcontrol.wait;" ::: "memory");))
+    wait_for_launch_before();
+    let_next_launch_begin();
     if (threadIdx.x == 0) {
         board.drawn = 0;
         board.end = ~0u;

@@ -16,17 +16,21 @@ template <class Format, std::uint32_t Tokens>
 struct decode_ring {
     static constexpr std::uint32_t inputs = decode_row_bytes * 8 / Format::bits;  ///< of a stage
     static constexpr std::uint32_t token_bytes = inputs * 2;
-    static constexpr bool scaled = decoder<Format>::scaled;
-    static constexpr std::uint32_t scale_blocks = inputs / 128;
+    static constexpr std::uint32_t input_rows = fragment<Format>::vectors;  ///< of 256 bytes, of one token
     static constexpr std::uint32_t planes = fragment<Format>::planes;
-    static constexpr std::uint32_t scale_bytes = scaled ? scale_blocks * 16 * 4 : 0;
+    static constexpr bool grouped = Format::bits == 4;                   ///< a scale of a byte for each 32 weights
+    static constexpr bool scaled = decoder<Format>::scaled && !grouped;  ///< a float for 128 x 128
+    static constexpr std::uint32_t scale_blocks = inputs / 128;
+    /// Of grouped formats: a stage's 16 scales of a row begin anywhere in a word, so that they lie in five.
+    static constexpr std::uint32_t group_words = 5;
+    static constexpr std::uint32_t scale_bytes = scaled ? scale_blocks * 16 * 4 : grouped ? group_words * 16 * 4 : 0;
 
     static constexpr PENSTOCK_HD std::uint32_t stage_bytes(std::uint32_t tokens) {
         return decode_tile_bytes + tokens * token_bytes + scale_bytes +
                (planes == 2 ? static_cast<std::uint32_t>(round_up(tokens * scale_blocks * 4, 16)) : 0);
     }
 
-    static constexpr std::uint32_t most_stages = 6;  ///< under way
+    static constexpr std::uint32_t most_stages = 4;  ///< more under way gain nothing, and what follows in order behind them comes later
     /// Of a warp; a multiprocessor has one block.
     static constexpr std::uint32_t warp_bytes = (Tokens == 1 ? 27u : 25u) << 10;
     static constexpr std::uint32_t bytes = decode_warps * warp_bytes;
@@ -73,6 +77,20 @@ __device__ inline void copy_4(std::uint32_t to, const void* from) {
 /// Which of the 16-byte chunks of a row of a tile, modulo 8, holds chunk 0: rows that lanes read together lie in different banks.
 __device__ inline std::uint32_t tile_swizzle(std::uint32_t row) { return (row & 1) << 2 | (row >> 1 & 3); }
 
+/// Where chunk `chunk` of a row of inputs of token `n` lies in its row: what lanes read together lies in different banks. They read chunks that
+/// follow each other, or, where 64 bytes of inputs go with 16 of weights, every fourth.
+template <class Format>
+__device__ std::uint32_t input_place(std::uint32_t chunk, std::uint32_t n) {
+    return fragment<Format>::vectors == 4 ? chunk ^ (chunk >> 3 & 1) ^ (n & 3) << 1 : chunk ^ tile_swizzle(n);
+}
+
+/// Byte of a record at which the scales begin of row `r` of the tile that begins with row `row0`, for formats with groups.
+template <class Format>
+__device__ std::uint64_t group_scales_at(const decode_phase& p, std::uint32_t row0, std::uint32_t r) {
+    const matrix_layout& m = p.half[r / 8];
+    return m.scale_offset + decoder<Format>::scale_index(m, smaller(row0 + r / 8 * p.shift + r % 8, m.rows - 1), 0);
+}
+
 /// One warp's copies into its ring: which item they are in, and where its lanes read.
 template <class Format, std::uint32_t Tokens>
 struct decode_cursor {
@@ -92,6 +110,8 @@ struct decode_cursor {
     const float* const* input_scale = nullptr;
     const float* scale = nullptr;  ///< of the row lane % 16
     std::uint32_t scale_cols = 0;
+    const std::byte* group_scales[ring::grouped ? 3 : 1] = {};  ///< the words that the lane copies, of stage 0
+    std::uint32_t groups_end[ring::grouped ? 3 : 1] = {};       ///< bytes from there to the end of the row's scales
 
     __device__ void open(const decode_arguments& a, const decode_item<Tokens>& item, std::uint32_t warp, std::uint32_t lane) {
         const decode_phase& p = a.phase[item.phase];
@@ -122,6 +142,18 @@ struct decode_cursor {
             scale = reinterpret_cast<const float*>(item.record + m.scale_offset) + decoder<Format>::scale_index(m, row, 0);
             scale_cols = (p.cols + 127) / 128;
         }
+        if constexpr (ring::grouped) {
+#pragma unroll
+            for (std::uint32_t i = 0; i < 3; ++i) {
+                const std::uint32_t r = smaller((lane + i * 32) / ring::group_words, 15u);
+                const std::byte* of_row = item.record + group_scales_at<Format>(p, row0, r);
+                const auto skew = static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(of_row) % 4);
+                const std::uint32_t word = (lane + i * 32) % ring::group_words * 4;
+                group_scales[i] = of_row - skew + word;
+                const std::uint32_t end = skew + row_chunks;  // a chunk of 16 bytes is a group
+                groups_end[i] = lane + i * 32 < 16 * ring::group_words && end > word ? end - word : 0;
+            }
+        }
     }
 
     /// Whether this warp has copied its part of the item.
@@ -141,22 +173,32 @@ struct decode_cursor {
         }
         // Of every token a row or two.
         const std::uint32_t inputs_to = to + decode_tile_bytes;
-        const std::uint32_t c = stage * decode_row_chunks + chunk;
-        const bool has_input = c < input_chunks;
-        constexpr std::uint32_t input_rows = Tokens * ring::planes;
+        constexpr std::uint32_t input_rows = Tokens * ring::input_rows;
 #pragma unroll
         for (std::uint32_t r0 = 0; r0 < input_rows; r0 += decode_rows_together) {
             const std::uint32_t r = r0 + lane / decode_row_chunks;
-            const std::uint32_t n = r / ring::planes;
+            const std::uint32_t n = r / ring::input_rows;
+            const std::uint32_t part = r % ring::input_rows;
+            const std::uint32_t c =
+                ring::planes > 1 ? stage * decode_row_chunks + chunk : (stage * ring::input_rows + part) * decode_row_chunks + chunk;
+            const bool has_input = c < input_chunks;
             if (n < tokens && r < input_rows) {
-                const std::byte* const base = input[n] + r % ring::planes * plane_bytes;
-                copy_16(inputs_to + r * decode_row_bytes + (chunk ^ tile_swizzle(n)) * 16, base + (has_input ? c * 16 : 0), has_input);
+                const std::byte* const base = input[n] + (ring::planes > 1 ? part * plane_bytes : 0);
+                copy_16(inputs_to + r * decode_row_bytes + input_place<Format>(chunk, n) * 16, base + (has_input ? c * 16 : 0), has_input);
             }
         }
         if constexpr (ring::scaled) {
             if (lane < 16 * ring::scale_blocks) {
                 const std::uint32_t block = smaller(stage * ring::scale_blocks + lane / 16, scale_cols - 1);
                 copy_4(inputs_to + tokens * ring::token_bytes + lane * 4, scale + block);
+            }
+        }
+        if constexpr (ring::grouped) {
+#pragma unroll
+            for (std::uint32_t i = 0; i < 3; ++i) {
+                if (stage * decode_row_chunks < groups_end[i]) {
+                    copy_4(inputs_to + tokens * ring::token_bytes + (lane + i * 32) * 4, group_scales[i] + stage * decode_row_chunks);
+                }
             }
         }
         if constexpr (ring::planes == 2) {
@@ -171,9 +213,11 @@ struct decode_cursor {
     }
 };
 
-/// Adds the products of one stage.
+/// Adds the products of one stage. @param chunks of the rows from this stage on. @param skew of grouped formats: bytes before the scales of rows
+/// lane / 4 and lane / 4 + 8 in their first word
 template <class Format, std::uint32_t Tokens>
-__device__ void add_stage(tile_sums (&sums)[2], const std::byte* at, std::uint32_t tokens, std::uint32_t lane) {
+__device__ void add_stage(tile_sums (&sums)[2], const std::byte* at, std::uint32_t tokens, std::uint32_t lane,
+                          const std::uint32_t (&skew)[2], std::uint32_t chunks) {
     using ring = decode_ring<Format, Tokens>;
     using frag = fragment<Format>;
     const std::uint32_t g = lane / 4;
@@ -187,7 +231,6 @@ __device__ void add_stage(tile_sums (&sums)[2], const std::byte* at, std::uint32
     const std::uint32_t even_token = Tokens == 1 ? 0 : smaller(2 * t, tokens - 1);
     const std::uint32_t odd_token = Tokens == 1 ? 0 : smaller(2 * t + 1, tokens - 1);
     const std::uint32_t swizzle = tile_swizzle(g);
-    const std::uint32_t turn = tile_swizzle(token);
     // Two chains of products, so that one does not wait for the other.
 #pragma unroll
     for (std::uint32_t u = 0; u < decode_row_bytes / 64; u += 2) {
@@ -195,12 +238,21 @@ __device__ void add_stage(tile_sums (&sums)[2], const std::byte* at, std::uint32
 #pragma unroll
         for (std::uint32_t i = 0; i < 2; ++i) {
             const std::uint32_t chunk = (u + i) * 4 + t;
-            uint4 x[ring::planes];
+            uint4 x[frag::vectors];
 #pragma unroll
-            for (std::uint32_t v = 0; v < ring::planes; ++v) {
-                x[v] = inputs[v * decode_row_chunks + (chunk ^ turn)];
+            for (std::uint32_t v = 0; v < frag::vectors; ++v) {
+                const std::uint32_t n = frag::planes > 1 ? v * decode_row_chunks + chunk : chunk * frag::vectors + v;
+                x[v] = inputs[n / decode_row_chunks * decode_row_chunks + input_place<Format>(n % decode_row_chunks, token)];
             }
-            frag::add(ring::scaled ? part[i] : sums[i], upper[chunk ^ swizzle], lower[chunk ^ swizzle], x);
+            if constexpr (ring::grouped) {
+                const auto* codes = reinterpret_cast<const std::uint8_t*>(scales) + chunk;
+                constexpr std::uint32_t row_bytes = ring::group_words * 4;
+                const bool there = chunk < chunks;  // what lies beyond the row's scales is no scale
+                frag::add(sums[i], upper[chunk ^ swizzle], lower[chunk ^ swizzle], x, there ? codes[g * row_bytes + skew[0]] : 0u,
+                          there ? codes[(g + 8) * row_bytes + skew[1]] : 0u);
+            } else {
+                frag::add(ring::scaled ? part[i] : sums[i], upper[chunk ^ swizzle], lower[chunk ^ swizzle], x);
+            }
         }
         if constexpr (ring::scaled) {
             const float high = scales[u / 2 * 16 + g];
