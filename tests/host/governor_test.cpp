@@ -21,7 +21,7 @@ void arrive(adaptive& g, nanoseconds& now, double share, int chunks, bool alone 
         const nanoseconds took(static_cast<std::int64_t>(static_cast<double>(chunk_time.count()) / share));
         g.went(now, chunk_bytes);
         now += took;
-        g.arrived(now, chunk_bytes, alone ? took + 8us : took, alone);
+        g.arrived(now, chunk_bytes, alone ? took + 10us : took, alone);
     }
 }
 
@@ -74,7 +74,7 @@ TEST_CASE("the adaptive governor holds what is not on demand while a kernel miss
     for (const link_sight busy : {link_sight{.missing = 1}, link_sight{.on_demand = 1}}) {
         adaptive g;
         nanoseconds now = 1ms;
-        arrive(g, now, 1, 8);
+        arrive(g, now, 1, 60);
         CHECK(g.may_go(now) == now);
         g.went(now, chunk_bytes);
         const nanoseconds went = now;
@@ -103,7 +103,7 @@ TEST_CASE("the adaptive governor holds what is not on demand while a kernel miss
 TEST_CASE("the adaptive governor gives way to bytes that come from the device, and does not swing") {
     adaptive g;
     nanoseconds now = 1ms;
-    arrive(g, now, 1, 8);
+    arrive(g, now, 1, 60);
     for (int i = 0; i < 100; ++i) {
         g.look(now, {.device_to_host = 1});
         CHECK(g.pace(now) == 0.75);
@@ -116,16 +116,16 @@ TEST_CASE("the adaptive governor gives way to bytes that come from the device, a
 TEST_CASE("the adaptive governor gives way to what it does not see by what its copies achieve, settles, and comes back") {
     adaptive g;
     nanoseconds now = 1ms;
-    arrive(g, now, 1, 8);
-    arrive(g, now, 0.9, 50);
+    arrive(g, now, 1, 60);
+    arrive(g, now, 0.9, 200);
     CHECK(g.pace(now) == 1);  // nobody
-    for (int i = 0; i < 200; ++i) {
+    for (int i = 0; i < 1000; ++i) {
         const double before = g.pace(now);
         arrive(g, now, 0.7, 1, before < 1);
         CHECK(g.pace(now) <= before);  // falls to where it stays
     }
     CHECK(g.pace(now) == doctest::Approx(0.4).epsilon(0.001));
-    for (int i = 0; i < 200; ++i) {
+    for (int i = 0; i < 1000; ++i) {
         const double before = g.pace(now);
         arrive(g, now, 1, 1, before < 1);
         CHECK(g.pace(now) >= before);
@@ -138,7 +138,7 @@ TEST_CASE("the adaptive governor gives way to what it does not see by what its c
 TEST_CASE("a small chunk, or one beside a miss, does not pass for a slow link") {
     adaptive g;
     nanoseconds now = 1ms;
-    arrive(g, now, 1, 8);
+    arrive(g, now, 1, 60);
     for (int i = 0; i < 20; ++i) {
         g.went(now, 64_KiB);
         now += 10us;

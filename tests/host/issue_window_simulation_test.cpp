@@ -142,7 +142,8 @@ public:
                 queue_.push(flows_[arrived].what);
             }
             while (!engine_.empty() && engine_.front().left <= 0) {
-                window_.ended(window_.newest_copy(), now_);
+                window_.look(now_, seen());
+                window_.ended(engine_.size() == 1 ? window_.newest_copy() : window_.oldest_copy(), now_);
                 engine_.erase(engine_.begin());
             }
             nanoseconds again = nanoseconds::max();
@@ -171,6 +172,8 @@ private:
     static bool on_demand(const flow& f) { return f.what.level == urgency::on_demand; }
     static bool waits(const flow& f) { return f.sent < f.what.chunks; }
 
+    link_sight seen() const { return {0, within(trace_.misses, now_) ? 1u : 0u, within(trace_.from_device, now_) ? 1u : 0u}; }
+
     /// What readers do.
     void choose() {
         while (true) {
@@ -191,9 +194,8 @@ private:
 
     /// What the desk of an engine does where there is room. Whether a chunk went.
     bool send(nanoseconds& again) {
-        const link_sight seen{0, within(trace_.misses, now_) ? 1u : 0u, within(trace_.from_device, now_) ? 1u : 0u};
         const bool any = window_.go_on();
-        const auto next = window_.take(now_, seen, again);
+        const auto next = window_.take(now_, seen(), again);
         if (!next) {
             found(idled, any && again <= now_);
             again = any ? again : nanoseconds::max();

@@ -4,9 +4,11 @@
 #include <penstock/policy/scheduling.hpp>
 #include <penstock/units.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <concepts>
 #include <cstdint>
+#include <utility>
 
 /// Governors: how much of the link what is not on demand may take beside what is. They decide by the times that they are given and by nothing
 /// else, so that a test can give them a clock of its own.
@@ -53,7 +55,7 @@ public:
     [[nodiscard]] nanoseconds may_go(nanoseconds) const noexcept { return next_; }
     void went(nanoseconds now, std::uint64_t size) noexcept {
         const double takes = std::ceil(static_cast<double>(size) * 1e9 / static_cast<double>(PerSecond.count));
-        next_ = larger(next_, now) + nanoseconds(static_cast<std::int64_t>(takes));
+        next_ = std::max(next_, now) + nanoseconds(static_cast<std::int64_t>(takes));
     }
     void arrived(nanoseconds, std::uint64_t, nanoseconds, bool) noexcept {}
 
@@ -91,7 +93,7 @@ public:
         double p = 1;
         if (was_pressed_) {
             const nanoseconds rest = now - pressed_ - calm;
-            p = rest < nanoseconds(0) ? floor : smaller(1.0, 0.25 * std::exp2(static_cast<double>(smaller(rest, 8 * step) / step)));
+            p = rest < nanoseconds(0) ? floor : smaller(1.0, 0.25 * std::exp2(static_cast<double>(std::min(rest, 8 * step) / step)));
         }
         if (from_device_) {
             p = smaller(p, 0.75);
@@ -116,26 +118,36 @@ public:
         most_bytes_ = larger(most_bytes_, size);
     }
 
-    /// Copies beside what is seen say nothing about what is not; nor do small ones, for which the way to the engine counts.
+    /// Copies beside what is seen say nothing about what is not; nor do small ones, for which the way to the engine counts. Several make a sample,
+    /// since the end of one may be seen late, and that of the next is then too soon.
     void arrived(nanoseconds now, std::uint64_t size, nanoseconds took, bool alone) noexcept {
         if (size < most_bytes_ / 4 * 3 || from_device_ || (was_pressed_ && pressed_ >= now - took)) {
+            sample_bytes_ = 0;
+            sample_took_ = nanoseconds(0);
             return;
         }
-        achieved_.add(size, alone ? took - start : took);
-        best_ = larger(best_, achieved_.bytes_per_second());
+        sample_bytes_ += size;
+        sample_took_ += alone ? took - start : took;
+        if (sample_took_ >= sample) {
+            achieved_.add(std::exchange(sample_bytes_, 0), std::exchange(sample_took_, nanoseconds(0)));
+            best_ = larger(best_, achieved_.bytes_per_second());
+        }
     }
 
     /// What copies achieve, as a part of the best that they did; 1 while nothing is known.
     [[nodiscard]] double share() const noexcept { return best_ > 0 ? achieved_.bytes_per_second() / best_ : 1; }
 
 private:
-    static constexpr nanoseconds start = std::chrono::microseconds(8);  ///< from the call to the first byte, on an idle engine
-    static constexpr double slowest = 10e9;                             ///< bytes a second, until something is known: PCIe 3
+    static constexpr nanoseconds sample = std::chrono::milliseconds(1);
+    static constexpr nanoseconds start = std::chrono::microseconds(10);  ///< from the call to the first byte, on an idle engine
+    static constexpr double slowest = 10e9;                              ///< bytes a second, until something is known: PCIe 3
 
     [[nodiscard]] double best() const noexcept { return best_ > 0 ? best_ : slowest; }
 
     bandwidth_estimate achieved_;
     double best_ = 0;
+    std::uint64_t sample_bytes_ = 0;
+    nanoseconds sample_took_{0};
     bool was_pressed_ = false;
     bool from_device_ = false;
     nanoseconds pressed_{0};

@@ -2,6 +2,7 @@
 
 #include <penstock/stream/load_queue.hpp>
 
+#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -10,14 +11,15 @@ namespace penstock::inline v0_1::detail {
 
 /// A chunk on its way, in one filling or, where it is larger than a slot, in several.
 struct moving_chunk {
-    explicit moving_chunk(chunk_job j) : what(std::move(j)), unsettled(span()) {}
+    moving_chunk(chunk_job j, std::chrono::nanoseconds now) : what(std::move(j)), chosen(now), unsettled(span()) {}
 
     [[nodiscard]] const planned_chunk& chunk() const noexcept { return what.load->chunks[what.chunk]; }
     [[nodiscard]] std::uint64_t span() const noexcept { return chunk().span; }
 
     chunk_job what;
-    std::uint64_t opened = 0;  ///< bytes of the span that fillings have been made for
-    std::uint64_t unsettled;   ///< bytes of the span that have not arrived
+    std::chrono::nanoseconds chosen;  ///< when, for a timeline
+    std::uint64_t opened = 0;         ///< bytes of the span that fillings have been made for
+    std::uint64_t unsettled;          ///< bytes of the span that have not arrived
     std::uint64_t reads = 0;
     std::exception_ptr error;
 };

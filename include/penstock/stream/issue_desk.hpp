@@ -4,12 +4,21 @@
 #include <penstock/stream/issue_window.hpp>
 #include <penstock/stream/link_watch.hpp>
 #include <penstock/stream/load_book.hpp>
+#include <penstock/stream/timeline.hpp>
 
 #include <atomic>
 #include <map>
 #include <thread>
 
 namespace penstock::inline v0_1::detail {
+
+/// What decides beside the scheduler where chunks to a device go.
+struct engine_options {
+    std::uint32_t slots_kept = 1;       ///< staging slots for what is on demand, where the scheduler puts that first
+    bool on_demand_waits = false;       ///< for its turn on the copy engine, as all else does
+    const link_watch* watch = nullptr;  ///< what else is on the link
+    timeline* kept = nullptr;           ///< of what happens, where that is wanted
+};
 
 /// Where the copies of an engine go on the link: a window for each device. Readers serve the windows when they have nothing to read.
 /// @tparam Slot of staging @tparam Link see cuda_link
@@ -28,8 +37,8 @@ protected:
     using window_type = issue_window<Scheduler, typename Link::marker, filling_ptr>;
     using time = typename window_type::time;
 
-    /// @param copies on one device's copy engine at a time, at most @param watch what else is on the link; may be null
-    issue_desk(std::uint32_t copies, const link_watch* watch) : copies_(larger(copies, 1u)), watch_(watch) {}
+    /// @param copies on one device's copy engine at a time, at most
+    issue_desk(std::uint32_t copies, const engine_options& how) : how_(how), copies_(larger(copies, 1u)) {}
 
     /// Enqueues the copies of a filling.
     virtual void send(filling<Slot>& f) = 0;
@@ -38,12 +47,54 @@ protected:
     /// Whether a reader has something better to do than to wait for a turn.
     virtual bool something_to_read() noexcept = 0;
 
-    /// Leaves a filling to the window of its device. Under the lock; then some reader has to see to the window.
+    /// The time, where a timeline is kept.
+    [[nodiscard]] time stamp() const noexcept { return how_.kept == nullptr ? time(0) : now(); }
+
+    /// Enqueues copies of a chunk, and notes it.
+    template <class Copy>
+    void noted(const load_state& load, std::uint32_t chunk, std::uint64_t bytes, time chosen, Copy&& copy) {
+        if (how_.kept == nullptr) {
+            return copy();
+        }
+        std::unique_ptr<copy_clock> clock;
+        if constexpr (requires { Link::clock(load.where); }) {
+            clock = Link::clock(load.where);
+            clock->begin();
+        }
+        const time start = now();
+        copy();
+        if (clock != nullptr) {
+            clock->end();
+        }
+        note(load, chunk, bytes, chosen, start, std::move(clock));
+    }
+
+    void put_on_link(filling<Slot>& f) {
+        noted(f.load(), f.chunk->what.chunk, f.bytes(), f.chunk->chosen, [&] { send(f); });
+    }
+
+    /// Notes a chunk that ends now.
+    void note(const load_state& load, std::uint32_t chunk, std::uint64_t bytes, time chosen, time start,
+              std::unique_ptr<copy_clock> clock = nullptr) {
+        const planned_chunk& c = load.chunks[chunk];
+        request what;
+        {
+            const std::lock_guard lock(mutex);
+            what = load.requests[c.request].what;
+        }
+        how_.kept->note({what.id, what.level, c.index, bytes, load.where.device, load.started.time_since_epoch(), chosen, start, now()},
+                        std::move(clock));
+    }
+
+    /// Leaves a filling to the window of its device. Under the lock, by a reader: the window is its next work, unless somebody serves it.
     void leave_to_window(filling_ptr ready) {
         const int device = ready->load().where.device;
         window_of(device).push(std::move(ready));
         ++news_;
         turns_.notify_all();
+        if (something_to_read()) {
+            work_.notify_one();
+        }
     }
 
     /// Enqueues copies that wait for no turn: what is not on demand waits until they are over. The first window of a device is made by what
@@ -112,11 +163,11 @@ protected:
             std::optional<filling_ptr> next = window.take(now(), sight(), again);
             if (!next) {
                 if (something_to_read()) {
-                    window.leave(smaller<time>(again, now() + between_looks));
+                    window.leave(std::min<time>(again, now() + between_looks));
                     return work_.notify_one();
                 }
                 if (!look_for_end(lock, window)) {
-                    turns_.wait_for(lock, larger(time(0), smaller<time>(again - now(), between_looks)));
+                    turns_.wait_for(lock, std::max(time(0), std::min<time>(again - now(), between_looks)));
                 }
                 continue;
             }
@@ -124,7 +175,7 @@ protected:
             if (!error) {
                 error = attempt([&] {
                     const time enqueued = now();
-                    send(**next);
+                    put_on_link(**next);
                     window.oldest_copy().copied.record((*next)->load().where.stream);
                     window.became_newest((*next)->bytes(), enqueued);
                 });
@@ -136,25 +187,42 @@ protected:
     }
 
     std::condition_variable turns_;  ///< something happened at a window
+    const engine_options how_;
 
 private:
     static constexpr std::chrono::microseconds between_looks{20};  ///< at what a governor watches
-    static constexpr std::chrono::microseconds looking{150};       ///< for the end of a copy, before its server sleeps
+    static constexpr std::chrono::microseconds between_polls{2};   ///< of a copy that is about to end
+    static constexpr std::chrono::microseconds looking{200};       ///< for the end of a copy, before its server sleeps
 
-    [[nodiscard]] link_sight sight() const noexcept { return watch_ == nullptr ? link_sight{} : watch_->sight(); }
+    [[nodiscard]] link_sight sight() const noexcept { return how_.watch == nullptr ? link_sight{} : how_.watch->sight(); }
 
     [[nodiscard]] window_type& window_of(int device) { return windows_.try_emplace(device, copies_).first->second; }
 
-    /// Returns when a copy is over: looks for it for a while, since a thread that is woken is late by a small chunk.
-    static std::exception_ptr await(locked& lock, window_type& window, typename window_type::copy& c) noexcept {
+    /// Looks for the end of a copy for a while, or until `enough`. Whether it is over.
+    template <class Enough>
+    static bool look(const typename Link::marker& copied, Enough&& enough) {
+        for (const time until = now() + looking; now() < until && !enough();) {
+            if (copied.over()) {
+                return true;
+            }
+            for (const time next = now() + between_polls; now() < next;) {
+                std::this_thread::yield();  // each poll keeps others from the driver
+            }
+        }
+        return copied.over();
+    }
+
+    /// Returns when a copy is over. A thread that is woken is late by a small chunk, so it looks for it first, and sleeps where that takes long.
+    std::exception_ptr await(locked& lock, window_type& window, typename window_type::copy& c) {
         lock.unlock();
         const bool runs = !c.copied.over();
-        for (const time until = now() + looking; runs && !c.copied.over() && now() < until;) {
-            std::this_thread::yield();
+        while (runs && !look(c.copied, [] { return false; })) {
+            std::this_thread::sleep_for(between_looks);
         }
-        std::exception_ptr error = attempt([&] { c.copied.synchronize(); });
         const time end = now();
+        std::exception_ptr error = attempt([&] { c.copied.synchronize(); });
         lock.lock();
+        window.look(end, sight());
         window.ended(c, runs ? std::optional(end) : std::nullopt);
         return error;
     }
@@ -167,21 +235,18 @@ private:
         }
         const std::uint32_t news = news_;
         lock.unlock();
-        bool over = c.copied.over();
-        const bool runs = !over;
-        for (const time until = now() + looking; !over && news_ == news && now() < until; over = c.copied.over()) {
-            std::this_thread::yield();
-        }
+        const bool runs = !c.copied.over();
+        const bool over = !runs || look(c.copied, [&] { return news_ != news; });
         const time end = now();
         lock.lock();
         if (over) {
+            window.look(end, sight());
             window.ended(c, runs ? std::optional(end) : std::nullopt);
         }
         return !over;
     }
 
     const std::uint32_t copies_;
-    const link_watch* const watch_;
     std::map<int, window_type> windows_;  ///< by device
     std::atomic<std::uint32_t> news_{0};  ///< entries that came while somebody served
 };

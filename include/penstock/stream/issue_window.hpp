@@ -48,12 +48,8 @@ public:
 
     /// Takes whose turn it is: of those that may go now the first by the scheduler's precedence, of equal ones the first that came. Nothing
     /// where none may go; `again` is then when to ask again, if nothing happens before.
-    [[nodiscard]] std::optional<Entry> take(time now, link_sight sight, time& again) {
-        sight.on_demand += urgent_beside() ? 1u : 0u;
-        for (const Entry& e : entries_) {
-            sight.on_demand += on_demand(e) ? 1u : 0u;
-        }
-        governor_.look(now, sight);
+    [[nodiscard]] std::optional<Entry> take(time now, const link_sight& sight, time& again) {
+        look(now, sight);
         again = urgent_beside() ? time::max() : governor_.may_go(now);
         const bool all_may = again <= now;
         auto best = entries_.end();
@@ -68,6 +64,15 @@ public:
         return taken(best);
     }
 
+    /// Tells the governor what is seen.
+    void look(time now, link_sight sight) {
+        sight.on_demand += urgent_beside() ? 1u : 0u;
+        for (const Entry& e : entries_) {
+            sight.on_demand += on_demand(e) ? 1u : 0u;
+        }
+        governor_.look(now, sight);
+    }
+
     /// Whether one more chunk that is copied as it lies, and takes no slot, should be chosen: the next one only, so that what comes later and
     /// is more urgent can still be chosen before the rest.
     [[nodiscard]] bool wants_one(bool urgent) const noexcept {
@@ -77,8 +82,8 @@ public:
     // ---- copies on the engine, for the server
 
     struct copy {
-        Marker copied{waiting::sleep};
-        std::uint64_t bytes = 0;  ///< 0: nothing, or seen by the governor
+        Marker copied{waiting::spin};  // one that can be slept on costs the engine an interrupt a copy
+        std::uint64_t bytes = 0;       ///< 0: nothing, or seen by the governor
         time enqueued{0};
     };
 
@@ -94,7 +99,7 @@ public:
         newest_copy().enqueued = enqueued;
     }
 
-    /// A copy was seen to end at `now`; without a time it has ended, but nobody saw when.
+    /// After a look(), so that what slowed it down is known: a copy was seen to end at `now`; without a time it has ended, but nobody saw when.
     void ended(copy& c, std::optional<time> now) noexcept {
         if (const std::uint64_t size = std::exchange(c.bytes, 0); size > 0 && now && last_end_) {
             const bool alone = *last_end_ <= c.enqueued;
@@ -109,7 +114,7 @@ public:
     [[nodiscard]] Marker begin_urgent() {
         ++enqueuing_;
         if (spare_.empty()) {
-            return Marker(waiting::sleep);
+            return Marker(waiting::spin);
         }
         Marker m = std::move(spare_.back());
         spare_.pop_back();

@@ -1,11 +1,12 @@
 #pragma once
 
 #include <penstock/cuda/event.hpp>
-#include <penstock/cuda/stream.hpp>
+#include <penstock/stream/device_clock.hpp>
 #include <penstock/stream/place.hpp>
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -22,6 +23,9 @@ struct copy_range {
 struct cuda_link {
     using guard = device_guard;  ///< makes a device current for the calling thread
     using marker = event;        ///< stands for a copy that may still run
+
+    /// For a timeline. @pre the place's device is current
+    static std::unique_ptr<copy_clock> clock(const place& where) { return std::make_unique<device_clock>(where); }
 
     /// Enqueues a copy on the place's stream.
     static void copy(const place& where, std::byte* to, const std::byte* from, std::uint64_t size) {

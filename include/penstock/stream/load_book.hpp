@@ -63,16 +63,11 @@ protected:
                 if (load.stop.stop_requested()) {
                     throw cancelled("penstock: the load was cancelled");
                 }
-                {
-                    const std::lock_guard lock(mutex);
-                    if (load.error) {
-                        return;
-                    }
+                if (failed(load)) {
+                    return;
                 }
-                std::uint64_t reads = copy(std::span<const std::uint32_t>(next_ones));
-                for (const std::uint32_t n : next_ones) {
-                    arrive(load, load.chunks[n], std::exchange(reads, 0), nullptr);
-                }
+                const std::uint64_t reads = copy(std::span<const std::uint32_t>(next_ones));
+                arrive(load, next_ones, reads, nullptr);
                 next_ones.clear();
             }
         } catch (...) {
@@ -80,27 +75,38 @@ protected:
         }
     }
 
-    /// Counts a chunk that has arrived, or ends the load with the error that kept it from arriving.
-    void arrive(load_state& load, const planned_chunk& c, std::uint64_t reads, std::exception_ptr error) {
+    [[nodiscard]] bool failed(const load_state& load) {
+        const std::lock_guard lock(mutex);
+        return load.error != nullptr;
+    }
+
+    /// Counts chunks that have arrived, or ends the load with the error that kept them from arriving.
+    void arrive(load_state& load, std::span<const std::uint32_t> chunks, std::uint64_t reads, std::exception_ptr error) {
         const bool failed = error != nullptr;
         bool last = false;
+        bool awaited = failed;  // by ticket::wait(), perhaps: who is woken for each chunk keeps the lock from who copies the next
         {
             const std::lock_guard lock(mutex);
             load.reads += reads;
             if (failed) {
                 queue_.fail(load, std::move(error));
             } else {
-                load.bytes_done += c.bytes;
-                --load.left[c.request];
-                last = --load.chunks_left == 0;
+                for (const std::uint32_t n : chunks) {
+                    load.bytes_done += load.chunks[n].bytes;
+                    awaited = --load.left[load.chunks[n].request] == 0 || awaited;
+                }
+                last = (load.chunks_left -= chunks.size()) == 0;
                 if (last) {
                     load.seconds = load.elapsed();
                 } else if (load.stop.stop_requested()) {
                     queue_.fail(load, std::make_exception_ptr(cancelled("penstock: the load was cancelled")));
+                    awaited = true;
                 }
             }
         }
-        arrived.notify_all();
+        if (awaited) {
+            arrived.notify_all();
+        }
         if (failed) {
             work_.notify_all();
         } else {
@@ -142,11 +148,15 @@ protected:
     }
 
     void leave(load_state& load) {
+        bool over = false;
         {
             const std::lock_guard lock(mutex);
             --load.in_flight;
+            over = load.over();
         }
-        arrived.notify_all();
+        if (over) {
+            arrived.notify_all();
+        }
     }
 
     load_queue<Scheduler> queue_;

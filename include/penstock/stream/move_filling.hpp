@@ -35,16 +35,23 @@ void mark_copied(filling<Slot>& f) {
     }
 }
 
+/// Enqueues the copies of chunks from where their bytes lie. @return calls of the source
+template <class Link, bool CopiesRunOn>
+std::uint64_t copy_in_place(const load_state& load, std::span<const std::uint32_t> chunks, std::uint64_t aside_bytes) {
+    const std::uint64_t reads = copy_as_they_lie<Link>(load, chunks, aside_bytes);
+    if constexpr (!CopiesRunOn) {
+        Link::finish(load.where);
+    }
+    return reads;
+}
+
 /// Enqueues what a filling holds, or, without a slot, what its chunk is to be copied from as it lies.
 /// @tparam CopiesRunOn whether copies run by themselves after they are enqueued; else they are waited for
 template <class Link, bool CopiesRunOn, class Slot>
 void copy_filling(filling<Slot>& f, std::uint64_t aside_bytes) {
     const load_state& load = f.load();
     if (f.slot == nullptr) {
-        f.reads += copy_as_they_lie<Link>(load, std::span<const std::uint32_t>(&f.chunk->what.chunk, 1), aside_bytes);
-        if constexpr (!CopiesRunOn) {
-            Link::finish(load.where);
-        }
+        f.reads += copy_in_place<Link, CopiesRunOn>(load, std::span<const std::uint32_t>(&f.chunk->what.chunk, 1), aside_bytes);
         return;
     }
     f.copied = CopiesRunOn;

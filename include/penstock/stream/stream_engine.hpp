@@ -10,13 +10,6 @@
 
 namespace penstock::inline v0_1::detail {
 
-/// What decides beside the scheduler where chunks to a device go.
-struct engine_options {
-    std::uint32_t slots_kept = 1;       ///< staging slots for what is on demand, where the scheduler puts that first
-    bool on_demand_waits = false;       ///< for its turn on the copy engine, as all else does
-    const link_watch* watch = nullptr;  ///< what else is on the link
-};
-
 /// The readers of a weight stream, the scheduler queue that all its loads share, and its staging. One mutex guards the queue, the loads,
 /// the staging slots and the issue windows; reading, copying, waiting for an event and calling back happen outside of it.
 ///
@@ -35,11 +28,10 @@ public:
     /// @param part_bytes what a reader brings before it looks around again
     stream_engine(int readers, std::size_t slot_bytes, std::uint32_t slots, int near, std::uint32_t window = 2,
                   std::uint64_t part_bytes = default_part_bytes, engine_options how = {})
-        : desk(window, how.watch),
+        : desk(window, how),
           slot_bytes_(slot_bytes),
           slots_(slots),
           near_(near),
-          how_(how),
           part_bytes_(larger<std::uint64_t>(part_bytes, 1)),
           readers_(static_cast<std::size_t>(readers)) {
         threads_.reserve(readers_);
@@ -129,19 +121,23 @@ public:
         }
         enqueue(load);
         if (here > 0) {
-            this->bring_here(*load, here, copies_run_on ? chunks_a_call : 1, [&](std::span<const std::uint32_t> chunks) {
+            const std::exception_ptr lost = pass_by(load->where, [&] {
                 const typename Link::guard on(load->where.device);
-                std::uint64_t reads = 0;
-                if (const std::exception_ptr error = pass_by(load->where, [&] {
-                        reads = copy_as_they_lie<Link>(*load, chunks, slot_bytes_);
-                        if constexpr (!copies_run_on) {
-                            Link::finish(load->where);
-                        }
-                    })) {
-                    std::rethrow_exception(error);
-                }
-                return reads;
+                this->bring_here(*load, here, copies_run_on && how_.kept == nullptr ? chunks_a_call : 1,
+                                 [&](std::span<const std::uint32_t> chunks) {
+                                     std::uint64_t reads = 0;
+                                     this->noted(*load, chunks.front(), load->chunks[chunks.front()].bytes, this->stamp(), [&] {
+                                         reads = copy_as_they_lie<Link>(*load, chunks, slot_bytes_);
+                                         if constexpr (!copies_run_on) {
+                                             Link::finish(load->where);
+                                         }
+                                     });
+                                     return reads;
+                                 });
             });
+            if (lost) {
+                fail(*load, lost);
+            }
         }
         if (load->chunks.empty()) {
             call_back(*load, true);
@@ -167,6 +163,7 @@ private:
     using desk::arrive;
     using desk::attempt;
     using desk::call_back;
+    using desk::how_;
     using desk::leave;
     using desk::now;
     using desk::pass_by;
@@ -330,8 +327,8 @@ private:
             this->leave_to_window(f);
         } else {
             open_.push_back(f);
+            wake_another();
         }
-        wake_another();
     }
 
     /// What the scheduler names, and in turn with it the rest of a chunk that is larger than a slot. Nothing where there is neither.
@@ -345,7 +342,7 @@ private:
         }
         rest_next_ = true;
         chunk_job j = queue_.next();
-        return j.load == nullptr ? nullptr : std::make_shared<moving_chunk>(std::move(j));
+        return j.load == nullptr ? nullptr : std::make_shared<moving_chunk>(std::move(j), this->stamp());
     }
 
     /// Takes the next part of an open chunk. Of a chunk that will not arrive nothing more is brought.
@@ -396,13 +393,12 @@ private:
         if (to_device && windowed) {
             lock.lock();
             if (!f->failed()) {
-                this->leave_to_window(f);
-                return wake_another();
+                return this->leave_to_window(f);
             }
             error = load.error;  // meanwhile: nobody would look for it in the window
             lock.unlock();
         } else if (to_device) {
-            error = pass_by(load.where, [&] { send(*f); });
+            error = pass_by(load.where, [&] { this->put_on_link(*f); });
         }
         settle(f, std::move(error));
         lock.lock();
@@ -442,7 +438,10 @@ private:
             c.error = load.error;  // a chunk of a load that has failed has not arrived
         }
         lock.unlock();
-        arrive(load, c.chunk(), c.reads, c.error);
+        if (how_.kept != nullptr && load.where.on_host() && !c.error) {
+            this->note(load, c.what.chunk, c.chunk().bytes, c.chosen, c.chosen);
+        }
+        arrive(load, std::span(&c.what.chunk, 1), c.reads, c.error);
         leave(load);
         lock.lock();
     }
@@ -481,7 +480,6 @@ private:
     const std::size_t slot_bytes_;
     const std::uint32_t slots_;
     const int near_;
-    const engine_options how_;
     const std::uint64_t part_bytes_;
     const std::size_t readers_;
     std::mutex reserving_;

@@ -24,6 +24,7 @@ struct stream_options {
     std::uint32_t slots_kept =
         1;  ///< staging slots for what is on demand alone, where the scheduler puts that first; one is for all at least
     const link_watch* watch = nullptr;  ///< what else is on the link, for governors; outlives the stream
+    timeline* kept_in = nullptr;        ///< where what happens is kept, if it is wanted; outlives the stream
     bytes read_bytes{1u << 20};         ///< what a reader reads at a time: a chunk is filled by several
 };
 
@@ -64,8 +65,9 @@ public:
           slot_bytes_(larger<std::uint64_t>(chunking.bytes_per_chunk(0, unbounded_slot_bytes), 1)),
           slots_(larger<std::uint32_t>(prefetch.chunks_ahead(slot_bytes_), 1)),
           readers_(options.readers > 0 ? options.readers : default_readers()),
-          engine_(std::make_shared<engine>(readers_, slot_bytes_, slots_, options.device, options.issue_window, options.read_bytes,
-                                           detail::engine_options{options.slots_kept, options.on_demand_waits, options.watch})) {}
+          engine_(std::make_shared<engine>(
+              readers_, slot_bytes_, slots_, options.device, options.issue_window, options.read_bytes,
+              detail::engine_options{options.slots_kept, options.on_demand_waits, options.watch, options.kept_in})) {}
 
     basic_weight_stream(const basic_weight_stream&) = delete;
     basic_weight_stream& operator=(const basic_weight_stream&) = delete;
