@@ -19,10 +19,10 @@ namespace penstock::inline v0_1 {
 
 /// The experts of a layer for many tokens each: out[t] = sum over j, ascending, of weights[t, j] * expert ids[t, j] of hidden[t], + shared[t].
 ///
-/// Tensor cores at full width (wgmma), so for sm_90a alone: the weights of 128 rows by up to 256 pairs of an expert at once. Four launches,
-/// five with 8-bit inputs, and those that sort pairs that do not come sorted. How many pairs visit an expert is known to the device alone:
+/// Tensor cores at full width (wgmma), so for sm_90a alone: the weights of 128 rows by up to 320 pairs of an expert at once. Four launches,
+/// five for fp8 weights, and those that sort pairs that do not come sorted. How many pairs visit an expert is known to the device alone:
 /// nothing waits for the host. Products are added in float32; inputs, what lies between the two matrices and an expert's output are in 16
-/// bits, or with precision::a8 the first two in E4M3. Weights of 8 and 4 bits are widened to bf16, with their scale, in registers. The bits of
+/// bits, or with precision::a8 the first two in E4M3. With 16-bit inputs, fp8 weights are widened to f16 and mxfp4 to bf16, with their scale, in registers. The bits of
 /// a pair's result depend on the record, its layout and the pair's input alone.
 ///
 /// An object serves the device that was current when it was made. After that nothing allocates, waits or copies to the device; calls are
@@ -34,8 +34,8 @@ template <class Format, class Precision = precision::a16>
 class expert_prefill {
     using operand = detail::prefill_operand<Format, Precision>;
 
-    /// Pairs that are multiplied together: as many as leave three stages of shared memory and the registers for their sums.
-    static constexpr std::uint32_t most_columns = operand::scaled ? 160 : operand::widened ? 192 : 256;
+    /// Pairs that are multiplied together: as many as leave four stages of shared memory and registers for their sums.
+    static constexpr std::uint32_t most_columns = operand::widened ? 144 : operand::scaled ? 160 : 320;
     static constexpr std::uint32_t few_columns = 64;
 
 public:
@@ -89,6 +89,9 @@ public:
             if (detail::decoder<Format>::scaled && Format::bits == 8 && m->scale_offset % sizeof(float) != 0) {
                 return "scales that start at no multiple of 4 bytes";
             }
+        }
+        if (layout.bytes >= std::uint64_t{1} << 32) {
+            return "records of 4 GiB or more";
         }
         if (layout.up.row_stride != layout.gate.row_stride || layout.up.offset == layout.gate.offset) {
             return "gate and up that do not lie alike";
@@ -160,6 +163,7 @@ public:
         product.up_first = up_first_;
         product.row_tiles = static_cast<std::uint32_t>(ceil_div(steps_[1] * operand::depth, 64));
         product.steps = steps_[0];
+        product.padded_rows = steps_[1] * operand::depth;
         product.activated.rows = input_rows();
         place(product.activated.atoms, at.inputs[1]);
         place(product.activated.scales, at.scales[1]);
@@ -168,7 +172,7 @@ public:
         product.pairs = rows;
         launch_product<false>(few, product, stream);
 
-        if constexpr (operand::scaled) {
+        if constexpr (operand::scaled || operand::by_row) {
             begin.hidden = product.rows_out;
             begin.rows = nullptr;
             begin.input_scale = nullptr;
@@ -229,10 +233,12 @@ private:
         at.scratch = place(at.scratch_bytes);
         for (std::size_t i = 0; i < 2; ++i) {
             at.inputs[i] = place(input_rows() * steps_[i] * operand::atoms * 128);
-            at.scales[i] = place(operand::scaled ? input_rows() * steps_[i] * sizeof(float) : 0);
+            at.scales[i] = place(operand::scaled   ? input_rows() * steps_[i] * sizeof(float)
+                                 : operand::by_row ? input_rows() * sizeof(float)
+                                                   : 0);
         }
         // Activated rows in bf16 are there before the experts' outputs.
-        at.partial = place(larger(pairs * down_.rows, operand::scaled ? pairs * down_.cols : 0) * 2);
+        at.partial = place(larger(pairs * down_.rows, operand::scaled || operand::by_row ? pairs * down_.cols : 0) * 2);
         at.bytes = used;
         return at;
     }
@@ -245,13 +251,14 @@ private:
 
     template <bool Down>
     void launch_product(bool few, const detail::prefill_arguments& a, cudaStream_t stream) const {
-        const dim3 grid(blocks_), block(detail::prefill_threads);
+        const auto launch = [&]<std::uint32_t Most>() {
+            detail::launch_early(detail::prefill_product<operand, Down, Most>, dim3(blocks_), dim3(detail::prefill_threads),
+                                 detail::prefill_ring<operand, Most>::bytes, stream, a);
+        };
         if (few) {
-            detail::launch_early(detail::prefill_product<operand, Down, few_columns>, grid, block,
-                                 detail::prefill_ring<operand, few_columns>::bytes, stream, a);
+            launch.template operator()<few_columns>();
         } else {
-            detail::launch_early(detail::prefill_product<operand, Down, most_columns>, grid, block,
-                                 detail::prefill_ring<operand, most_columns>::bytes, stream, a);
+            launch.template operator()<most_columns>();
         }
     }
 

@@ -100,18 +100,42 @@ __device__ std::uint32_t two_halves(float low, float high) {
     return word;
 }
 
-/// Four inputs from column `c` on, as they are multiplied; beyond the last, zeros.
-template <dtype Type>
+/// Four inputs from column `c` on, as they are multiplied; beyond the last, zeros. @param scale that of the pair
+template <class Operand>
 __device__ uint2 load_four(const prefill_begin_arguments& a, const std::uint16_t* row, std::uint32_t c, float scale) {
+    constexpr dtype type = Operand::type;
+    constexpr dtype multiplied = Operand::by_row ? dtype::f16 : type;
     if (c >= a.cols) {
         return {0, 0};
     }
     uint2 v = __ldg(reinterpret_cast<const uint2*>(row + c));
-    if (a.input_scale != nullptr) {
-        v.x = two_halves<Type>(widen_half<Type>(v.x, false) * scale, widen_half<Type>(v.x, true) * scale);
-        v.y = two_halves<Type>(widen_half<Type>(v.y, false) * scale, widen_half<Type>(v.y, true) * scale);
+    if (Operand::by_row || a.input_scale != nullptr) {
+        v.x = two_halves<multiplied>(widen_half<type>(v.x, false) * scale, widen_half<type>(v.x, true) * scale);
+        v.y = two_halves<multiplied>(widen_half<type>(v.y, false) * scale, widen_half<type>(v.y, true) * scale);
     }
     return v;
+}
+
+/// The power of two by which a pair's inputs are divided: 2^-14 of their largest's. Called by a block. @param scale that of the pair
+template <dtype Type>
+__device__ float divisor_of(const prefill_begin_arguments& a, const std::uint16_t* row, float scale) {
+    __shared__ std::uint32_t of_warp[begin_threads / 32];
+    std::uint32_t most = 0;  // as bits, so that a NaN or an infinity is the largest
+    for (std::uint32_t c = threadIdx.x * 4; c < a.cols; c += begin_threads * 4) {
+        const uint2 v = __ldg(reinterpret_cast<const uint2*>(row + c));
+        most = larger(larger(most, v.x & 0x7fffu), larger(v.x >> 16 & 0x7fffu, larger(v.y & 0x7fffu, v.y >> 16 & 0x7fffu)));
+    }
+    most = __reduce_max_sync(whole_warp, most);
+    __syncthreads();  // the maxima of the row before are read
+    if (threadIdx.x % 32 == 0) {
+        of_warp[threadIdx.x / 32] = most;
+    }
+    __syncthreads();
+    for (const std::uint32_t other : of_warp) {
+        most = larger(most, other);
+    }
+    most = __float_as_uint(::fabsf(widen_half<Type>(most, false) * scale)) >> 23;
+    return most < 255 ? __uint_as_float((larger<std::uint32_t>(most, 20) - 14) << 23) : __int_as_float(0x7fc00000);
 }
 
 /// Inputs of sorted pair `i`. A lane makes what belongs to 16 bytes, or to 32 where they go through registers in another order.
@@ -125,7 +149,7 @@ __device__ void place_inputs(const prefill_begin_arguments& a, const std::uint16
         std::uint32_t most = 0;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            v[j] = load_four<type>(a, row, c + 4 * j, scale);
+            v[j] = load_four<Operand>(a, row, c + 4 * j, scale);
             most = larger(larger(most, v[j].x & 0x7fffu), larger(v[j].x >> 16 & 0x7fffu, larger(v[j].y & 0x7fffu, v[j].y >> 16 & 0x7fffu)));
         }
 #pragma unroll
@@ -158,7 +182,7 @@ __device__ void place_inputs(const prefill_begin_arguments& a, const std::uint16
 #pragma unroll
         for (std::uint32_t k = 0; k < 4 * together; k += 4) {
             const std::uint32_t within = k / together * 32 + k % together;
-            const uint2 v = load_four<type>(a, row, step * 128 + first + within, scale);
+            const uint2 v = load_four<Operand>(a, row, step * 128 + first + within, scale);
 #pragma unroll
             for (std::uint32_t n = 0; n < 4; ++n) {
                 const std::uint32_t at = Operand::where(within + n).position;
@@ -172,8 +196,8 @@ __device__ void place_inputs(const prefill_begin_arguments& a, const std::uint16
                 words[4 * n], words[4 * n + 1], words[4 * n + 2], words[4 * n + 3]};
         }
     } else {
-        const uint2 low = load_four<type>(a, row, unit * 8, scale);
-        const uint2 high = load_four<type>(a, row, unit * 8 + 4, scale);
+        const uint2 low = load_four<Operand>(a, row, unit * 8, scale);
+        const uint2 high = load_four<Operand>(a, row, unit * 8 + 4, scale);
         *reinterpret_cast<uint4*>(a.to.place(unit / 8, i, unit % 8 * 16)) = {low.x, low.y, high.x, high.y};
     }
 }
@@ -203,14 +227,30 @@ __global__ __launch_bounds__(begin_threads)
     const std::uint32_t units = a.steps * (Operand::depth / Operand::unit);  // of a row
     const std::uint32_t shares = (units + 31) / 32;
     const std::uint64_t pairs = a.offsets[a.experts];
-    for (std::uint64_t n = warp; n < pairs * shares; n += warps) {
-        const std::uint64_t i = n / shares;
-        const auto unit = static_cast<std::uint32_t>(n % shares) * 32 + lane;
-        const std::uint64_t pair = a.rows != nullptr ? static_cast<std::uint64_t>(a.rows[i]) : i;
-        const std::uint64_t row = a.rows != nullptr ? pair / a.k : i;
-        const float scale = a.input_scale != nullptr ? a.input_scale[pair] : 1.0f;
-        if (unit < units) {
-            place_inputs<Operand>(a, static_cast<const std::uint16_t*>(a.hidden) + row * a.pitch, scale, i, unit);
+    const auto* hidden = static_cast<const std::uint16_t*>(a.hidden);
+    const auto pair_of = [&](std::uint64_t i) { return a.rows != nullptr ? static_cast<std::uint64_t>(a.rows[i]) : i; };
+    const auto row_of = [&](std::uint64_t pair) { return hidden + (a.rows != nullptr ? pair / a.k : pair) * a.pitch; };
+    const auto scale_of = [&](std::uint64_t pair) { return a.input_scale != nullptr ? a.input_scale[pair] : 1.0f; };
+    if constexpr (Operand::by_row) {
+        for (std::uint64_t i = blockIdx.x; i < pairs; i += gridDim.x) {
+            const std::uint64_t pair = pair_of(i);
+            const float scale = scale_of(pair);
+            const float divisor = divisor_of<Operand::type>(a, row_of(pair), scale);
+            for (std::uint32_t unit = threadIdx.x; unit < units; unit += begin_threads) {
+                place_inputs<Operand>(a, row_of(pair), scale / divisor, i, unit);
+            }
+            if (threadIdx.x == 0) {
+                a.to.scales[i] = divisor;
+            }
+        }
+    } else {
+        for (std::uint64_t n = warp; n < pairs * shares; n += warps) {
+            const std::uint64_t i = n / shares;
+            const auto unit = static_cast<std::uint32_t>(n % shares) * 32 + lane;
+            const std::uint64_t pair = pair_of(i);
+            if (unit < units) {
+                place_inputs<Operand>(a, row_of(pair), scale_of(pair), i, unit);
+            }
         }
     }
 }

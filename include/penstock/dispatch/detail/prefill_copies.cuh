@@ -30,6 +30,8 @@ struct ring_place {
             lap ^= 1;
         }
     }
+
+    [[nodiscard]] __device__ std::uint32_t before(std::uint32_t stages) const { return (stage == 0 ? stages : stage) - 1; }
 };
 
 __device__ inline void init_barrier(std::uint64_t* barrier, std::uint32_t arrivals) {
@@ -97,7 +99,7 @@ __device__ inline void place_map(const CUtensorMap& form, const void* address, C
 
 /// The map of one matrix, or of two that are read together, in groups of eight rows: a box has `groups` groups of the first, each followed
 /// by the same group of the second. What a box holds of bytes beyond a row, or of rows beyond the last, is zero.
-/// @param bits of a weight @param box_bytes of a row: 128, swizzled, or 64 @throws cuda_error
+/// @param bits of a weight @param box_bytes of a row: 128, swizzled, or 64 @throws configuration_error, cuda_error
 inline CUtensorMap map_of(const matrix_layout& one, const matrix_layout* other, std::uint32_t bits, std::uint32_t box_bytes,
                           std::uint32_t groups) {
     using encode =
@@ -108,11 +110,13 @@ inline CUtensorMap map_of(const matrix_layout& one, const matrix_layout* other, 
     check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found),
           "cudaGetDriverEntryPointByVersion");
     const std::uint64_t pitch = one.row_stride * bits / 8;
-    const std::uint64_t apart =
-        other != nullptr ? (other->offset > one.offset ? other->offset - one.offset : one.offset - other->offset) : 16;
-    const cuuint64_t size[4] = {static_cast<std::uint64_t>(one.cols) * bits / 8, 8, other != nullptr ? 2u : 1u, one.rows / 8};
+    const std::uint64_t apart = other == nullptr             ? 16
+                                : other->offset > one.offset ? other->offset - one.offset
+                                                             : one.offset - other->offset;
+    const cuuint32_t halves = other != nullptr ? 2 : 1;
+    const cuuint64_t size[4] = {static_cast<std::uint64_t>(one.cols) * bits / 8, 8, halves, one.rows / 8};
     const cuuint64_t strides[3] = {pitch, apart, 8 * pitch};
-    const cuuint32_t box[4] = {box_bytes, 8, other != nullptr ? 2u : 1u, groups};
+    const cuuint32_t box[4] = {box_bytes, 8, halves, groups};
     const cuuint32_t every[4] = {1, 1, 1, 1};
     CUtensorMap map{};
     const CUresult result = entry == nullptr ? CUDA_ERROR_NOT_FOUND
