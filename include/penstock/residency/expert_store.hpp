@@ -6,11 +6,13 @@
 #include <penstock/cuda/stream.hpp>
 #include <penstock/dispatch/expert_work.hpp>
 #include <penstock/model/moe_model.hpp>
+#include <penstock/residency/expert_hints.hpp>
 #include <penstock/residency/slot_map.hpp>
 #include <penstock/residency/store_budget.hpp>
 #include <penstock/residency/store_report.hpp>
 #include <penstock/stream/weight_stream.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <deque>
 #include <memory>
@@ -58,7 +60,8 @@ public:
           stream_(options, chunking, prefetch),
           size_(plan_store(model_, limits, compute.device, stream_.staging_bytes_needed())),
           slots_(size_.slots),
-          host_slots_(size_.host_slots) {
+          host_slots_(size_.host_slots),
+          unused_hint_(size_.slots) {
         if (compute_.on_host()) {
             compute_bytes_ = given.compute.empty() ? take(host_compute_, size_.compute_bytes()) : given.compute.data();
         } else {
@@ -88,6 +91,10 @@ public:
 
     /// Waits for the copies and for the computation of the last step, which may still read the slots and the host tier.
     ~basic_expert_store() {
+        hinted_.clear();  // no copy is enqueued after this
+        if (hint_copies_ && detail::cuda_usable()) {
+            static_cast<void>(cudaStreamSynchronize(hint_copies_->get()));
+        }
         if (copies_ && detail::cuda_usable()) {
             static_cast<void>(cudaStreamSynchronize(copies_->get()));
             computed_->synchronize_quietly();
@@ -114,6 +121,18 @@ public:
         }
         return step(*this, layer, offsets, consumer);
     }
+
+    /// Experts that are likely to be needed soon. Brings those that have no slot, the surest first, beside what is on demand and after it: into
+    /// free slots, and into those of experts that no step has used for a pass over all layers, never of one that an open step uses. A step that
+    /// needs one that is on its way makes it urgent and waits for the rest of it; one that needs a slot takes it from the least sure guess.
+    /// Between or during steps, from their thread. What cannot be read is dropped. @return how many are brought
+    /// @throws configuration_error for an expert that the model does not have; out_of_memory, cuda_error where staging cannot be had
+    std::size_t hint(std::span<const expert_hint> guesses);
+
+    void limit_hints(hint_limits limits) noexcept { hint_limits_ = limits; }
+
+    /// Guesses that are on their way, as of the last call of the store.
+    [[nodiscard]] std::size_t hints_on_the_way() const noexcept { return hinted_.size(); }
 
     /// Brings experts in the order of the layers until the host tier is full. Returns when the bytes are there.
     stream_report preload_host(const progress_callback& progress = {}, std::stop_token stop = {}) {
@@ -148,6 +167,34 @@ private:
     [[nodiscard]] std::byte* compute_slot(std::uint32_t s) const noexcept { return compute_bytes_ + s * size_.slot_bytes; }
     [[nodiscard]] std::byte* host_slot(std::uint32_t s) const noexcept { return host_bytes_ + s * size_.slot_bytes; }
     [[nodiscard]] place copy_place() const noexcept { return compute_.on_host() ? on_host() : on_device(compute_.device, copies_->get()); }
+
+    [[nodiscard]] cudaStream_t hint_way() const noexcept { return hint_copies_ ? hint_copies_->get() : nullptr; }
+
+    void begin(detail::hinted_fill& f);
+    void end(detail::hinted_fill& f) noexcept;
+    void settle_hints();
+    void give_up(std::vector<detail::hinted_fill>::iterator at);
+    void give_up_the_least_sure() { give_up(std::ranges::min_element(hinted_, {}, &detail::hinted_fill::confidence)); }
+
+    void note_eviction(const slot_map::reservation& got) noexcept {
+        counters_.evictions += got.evicted;
+        if (std::exchange(unused_hint_[got.slot], std::uint8_t{0}) != 0) {
+            counters_.hint_bytes_wasted += size_.slot_bytes;
+        }
+    }
+
+    /// A slot for what is needed now: guesses give way.
+    [[nodiscard]] std::optional<slot_map::reservation> reserve(std::uint32_t key, std::uint64_t step) {
+        std::optional<slot_map::reservation> got = slots_.template reserve<Eviction>(key, step);
+        while (!got && !hinted_.empty()) {
+            give_up_the_least_sure();
+            got = slots_.template reserve<Eviction>(key, step);
+        }
+        if (got) {
+            note_eviction(*got);
+        }
+        return got;
+    }
 
     template <class Buffer>
     static std::byte* take(std::optional<Buffer>& owner, std::uint64_t size) {
@@ -203,6 +250,9 @@ private:
         if (open_) {
             throw configuration_error("penstock: an expert_store cannot be preloaded while a step is open");
         }
+        while (!hinted_.empty()) {
+            give_up_the_least_sure();
+        }
         std::vector<transfer> list;
         std::vector<std::uint32_t> reserved;
         for (std::uint32_t key = 0; key < first_key_.back() && map.residents() + reserved.size() < map.slots(); ++key) {
@@ -247,6 +297,11 @@ private:
     std::byte* host_bytes_ = nullptr;
     bool host_tier_mapped_ = false;
 
+    std::vector<std::uint8_t> unused_hint_;  ///< by slot: a guess brought what is there, and no step has used it
+    hint_limits hint_limits_;
+    std::vector<detail::hinted_fill> hinted_;  ///< on their way
+    std::optional<stream> hint_copies_;        ///< of guesses, so that what is on demand does not stand behind them
+
     std::optional<stream> copies_;   ///< the copy engine's stream
     std::optional<event> computed_;  ///< the end of the last step on its consumer
     std::vector<event> arrived_;     ///< one for each fetch of a step, kept between steps
@@ -257,6 +312,7 @@ private:
 
 }  // namespace penstock::inline v0_1
 
+#include <penstock/residency/store_hints.hpp>
 #include <penstock/residency/store_step.hpp>
 
 namespace penstock::inline v0_1 {

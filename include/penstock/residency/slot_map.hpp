@@ -34,20 +34,24 @@ public:
         return at->second;
     }
 
+    /// Whether the key has a slot, be it filling.
+    [[nodiscard]] bool holds(std::uint32_t key) const { return slot_of_.contains(key); }
+
     struct reservation {
         std::uint32_t slot = 0;
         bool evicted = false;  ///< another expert had to leave
     };
 
     /// A slot for `key`, filling and pinned: a free one, else the unpinned resident with the lowest score, ties to the lower slot.
-    /// Nothing when every slot is pinned. @pre the key is not resident or filling.
+    /// Nothing when every slot is pinned, or in use by what leaves only if it was last used before step `used_before`.
+    /// @pre the key is not resident or filling.
     template <eviction_policy Eviction>
-    [[nodiscard]] std::optional<reservation> reserve(std::uint32_t key, std::uint64_t step) {
+    [[nodiscard]] std::optional<reservation> reserve(std::uint32_t key, std::uint64_t step, std::uint64_t used_before = ~std::uint64_t{0}) {
         reservation r;
         if (!free_.empty()) {
             r.slot = free_.back();
             free_.pop_back();
-        } else if (const std::optional<std::uint32_t> v = victim<Eviction>(step)) {
+        } else if (const std::optional<std::uint32_t> v = victim<Eviction>(step, used_before)) {
             r = {*v, true};
             slot_of_.erase(slots_[r.slot].key);
             --residents_;
@@ -106,11 +110,11 @@ private:
     };
 
     template <eviction_policy Eviction>
-    [[nodiscard]] std::optional<std::uint32_t> victim(std::uint64_t step) const {
+    [[nodiscard]] std::optional<std::uint32_t> victim(std::uint64_t step, std::uint64_t used_before) const {
         std::optional<std::uint32_t> best;
         double lowest = 0;
         for (std::uint32_t s = 0; s < slots_.size(); ++s) {
-            if (slots_[s].state == state::resident && slots_[s].pins == 0) {
+            if (slots_[s].state == state::resident && slots_[s].pins == 0 && slots_[s].seen.last_used < used_before) {
                 const double score = Eviction::score(slots_[s].seen, step);
                 if (!best || score < lowest) {
                     best = s;

@@ -21,6 +21,13 @@ struct store_report {
     std::uint64_t bytes_from_host = 0;
     std::uint64_t bytes_from_files = 0;
 
+    std::uint64_t hints = 0;              ///< guessed experts that were begun to be brought
+    std::uint64_t hints_right = 0;        ///< of these, needed by a step while they were there or on their way
+    std::uint64_t hints_late = 0;         ///< of these, still on their way then
+    std::uint64_t hints_dropped = 0;      ///< stale, or in the way of what was needed
+    std::uint64_t hint_bytes = 0;         ///< of guessed experts; also among the bytes above
+    std::uint64_t hint_bytes_wasted = 0;  ///< of those that were dropped, or left again without having been used
+
     std::uint64_t slots = 0;
     std::uint64_t slot_bytes = 0;
     std::uint64_t host_slots = 0;
@@ -36,6 +43,8 @@ struct store_report {
                    << " evictions, " << r.overflow << " computed from host memory, " << r.waves << " further waves\n"
                    << "bytes: " << to_string(bytes{r.bytes_from_host}) << " from the host tier, " << to_string(bytes{r.bytes_from_files})
                    << " from files\n"
+                   << "hints: " << r.hints << ", " << r.hints_right << " right (" << r.hints_late << " late), " << r.hints_dropped
+                   << " dropped, " << to_string(bytes{r.hint_bytes_wasted}) << " of " << to_string(bytes{r.hint_bytes}) << " wasted\n"
                    << "memory: " << r.slots << " slots of " << to_string(bytes{r.slot_bytes}) << " ("
                    << to_string(bytes{r.device_peak_bytes}) << "), host " << to_string(bytes{r.host_peak_bytes}) << " with " << r.host_slots
                    << " slots\n";

@@ -58,6 +58,7 @@ private:
         std::uint32_t slot = 0;
         std::int64_t host_slot = -1;
         std::int64_t ticket = -1;   ///< of the read from files, if there is one
+        std::int64_t hint = -1;     ///< of the guesses that this step waits for
         std::int64_t arrival = -1;  ///< number of the event that says that its copy to the device is done
     };
 
@@ -66,6 +67,7 @@ private:
         if (!store.compute_.on_host()) {
             store.computed_->make_wait(store.copies_->get());  // victims may still be read by the step before
         }
+        store.settle_hints();
         const std::uint32_t base = store.first_key_[layer];
         const std::uint32_t experts = store.first_key_[layer + 1] - base;
         for (std::uint32_t e = 0; e < experts; ++e) {
@@ -76,7 +78,8 @@ private:
             if (const std::optional<std::uint32_t> slot = store.slots_.find(i.key)) {
                 i.slot = *slot;
                 hits_.push_back(i);
-            } else {
+                store.counters_.hints_right += std::exchange(store.unused_hint_[*slot], std::uint8_t{0});
+            } else if (!take_over(i)) {
                 missing_.push_back(i);
             }
         }
@@ -87,7 +90,28 @@ private:
             held_.push_back(i.slot);
         }
         store.counters_.hits += hits_.size();
-        store.counters_.misses += missing_.size();
+        store.counters_.misses += missing_.size() + flying_.size();
+    }
+
+    /// Waits for a guess instead of fetching the expert again, if there is one on its way. Whether there is.
+    bool take_over(item& i) {
+        const auto found = std::ranges::find_if(store_.hinted_, [&](const detail::hinted_fill& f) { return f.key == i.key && !f.dropped; });
+        if (found == store_.hinted_.end()) {
+            return false;
+        }
+        found->load.promote(i.key);
+        i.slot = found->slot;
+        i.hint = static_cast<std::int64_t>(hints_.size());
+        filling_.push_back(i.slot);
+        if (found->host_slot >= 0) {
+            host_held_.push_back(static_cast<std::uint32_t>(found->host_slot));
+        }
+        hints_.push_back(std::move(*found));
+        store_.hinted_.erase(found);
+        flying_.push_back(i);
+        ++store_.counters_.hints_right;
+        ++store_.counters_.hints_late;
+        return true;
     }
 
     [[nodiscard]] expert_work work(const item& i, const std::byte* record) const noexcept { return {i.expert, record, i.first, i.count}; }
@@ -105,7 +129,7 @@ private:
         waiting.swap(missing_);
         for (item& i : waiting) {
             const std::optional<std::uint32_t> at_host = store_.host_slots_.find(i.key);
-            const std::optional<slot_map::reservation> got = store_.slots_.template reserve<Eviction>(i.key, number_);
+            const std::optional<slot_map::reservation> got = store_.reserve(i.key, number_);
             if (!got) {
                 if (at_host && computable_in_place(i)) {
                     hold_host(*at_host);
@@ -117,7 +141,6 @@ private:
                 }
                 continue;
             }
-            store_.counters_.evictions += got->evicted;
             i.slot = got->slot;
             filling_.push_back(i.slot);
             if (at_host) {
@@ -186,7 +209,7 @@ private:
         flying_.pop_front();
         ++store_.counters_.waits;
         const auto before = std::chrono::steady_clock::now();
-        tickets_[static_cast<std::size_t>(i.ticket)].wait(i.key);
+        (i.hint >= 0 ? hints_[static_cast<std::size_t>(i.hint)].load : tickets_[static_cast<std::size_t>(i.ticket)]).wait(i.key);
         const auto host_slot = static_cast<std::uint32_t>(i.host_slot);
         if (i.host_slot >= 0 && !host_filling_.empty() && host_filling_.front() == host_slot) {
             host_filling_.pop_front();
@@ -197,7 +220,11 @@ private:
             tickets_[static_cast<std::size_t>(i.ticket)].wait(i.key);
         }
         store_.counters_.wait_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count();
-        if (!store_.compute_.on_host()) {
+        if (i.hint >= 0 && !store_.compute_.on_host()) {
+            event& copied = hints_[static_cast<std::size_t>(i.hint)].copied;
+            copied.record(store_.hint_way());
+            copied.make_wait(consumer_);
+        } else if (!store_.compute_.on_host()) {
             if (i.arrival < 0) {
                 i.arrival = mark_arrival();
             }
@@ -240,6 +267,10 @@ private:
         }
         closed_ = true;
         tickets_.clear();  // nobody writes to a slot from here on
+        hints_.clear();
+        if (!filling_.empty() && store_.hint_copies_ && detail::cuda_usable()) {
+            static_cast<void>(cudaStreamSynchronize(store_.hint_way()));  // the slots are used again on another stream
+        }
         for (const std::uint32_t slot : filling_) {
             store_.slots_.abandon(slot);
         }
@@ -275,6 +306,7 @@ private:
     std::vector<std::uint32_t> filling_;
     std::vector<std::uint32_t> host_held_;
     std::deque<std::uint32_t> host_filling_;
+    std::vector<detail::hinted_fill> hints_;  ///< that this step waits for
     std::deque<typename stream_type::ticket> tickets_;
     std::size_t arrivals_ = 0;
 };
