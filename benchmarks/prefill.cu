@@ -1,8 +1,9 @@
-// One layer's routed experts at many tokens, from bf16 hidden states and sorted expert ids to the bf16 output: microseconds and TFLOP/s, against
-// cuBLASLt's two dense products of as many operations in the same run, in the precision of the inputs. Where all tokens visit the same experts, also
-// against a plain read of their weights. Figures are medians over replays of CUDA graphs that go through different ids and weights, so that no weights are
-// found in the L2 cache; candidates take turns. The first call of each row is compared with the float32 kernels.
-// Usage: benchmark_prefill [--only NAME,...] [--tokens NUMBER,...] [--json FILE]. Exit status 77 without a GPU, 1 where a result is wrong.
+// One layer's routed experts at many tokens, from bf16 hidden states and sorted expert ids to the bf16 output: microseconds and TFLOP/s,
+// against cuBLASLt's two dense products of as many operations in the same run, in the precision of the inputs. Where all tokens visit the
+// same experts, also against a plain read of their weights. Figures are medians over replays of CUDA graphs that go through different ids
+// and weights, so that no weights are found in the L2 cache; candidates take turns. The first call of each row is compared with the
+// float32 kernels. Usage: benchmark_prefill [--only NAME,...] [--tokens NUMBER,...] [--json FILE]. Exit status 77 without a GPU, 1 where a
+// result is wrong.
 
 #include "expert_layer.cuh"
 #include "load/measure.hpp"

@@ -17,17 +17,18 @@
 
 namespace penstock::inline v0_1 {
 
-/// The experts of a layer for many tokens each: out[t] = sum over j, ascending, of weights[t, j] * expert ids[t, j] of hidden[t], + shared[t].
+/// The experts of a layer for many tokens each: out[t] = sum over j, ascending, of weights[t, j] * expert ids[t, j] of hidden[t], +
+/// shared[t].
 ///
 /// Tensor cores at full width (wgmma), so for sm_90a alone: the weights of 128 rows by up to 320 pairs of an expert at once. Four launches,
 /// five for fp8 weights, and those that sort pairs that do not come sorted. How many pairs visit an expert is known to the device alone:
 /// nothing waits for the host. Products are added in float32; inputs, what lies between the two matrices and an expert's output are in 16
-/// bits, or with precision::a8 the first two in E4M3. With 16-bit inputs, fp8 weights are widened to f16 and mxfp4 to bf16, with their scale, in registers. The bits of
-/// a pair's result depend on the record, its layout and the pair's input alone.
+/// bits, or with precision::a8 the first two in E4M3. With 16-bit inputs, fp8 weights are widened to f16 and mxfp4 to bf16, with their
+/// scale, in registers. The bits of a pair's result depend on the record, its layout and the pair's input alone.
 ///
 /// An object serves the device that was current when it was made. After that nothing allocates, waits or copies to the device; calls are
-/// capturable. A workspace serves calls that follow each other on one stream. No block waits for another: neighbours on other streams delay a
-/// call, and cannot stop it.
+/// capturable. A workspace serves calls that follow each other on one stream. No block waits for another: neighbours on other streams
+/// delay a call, and cannot stop it.
 /// @tparam Format of the weights: format::bf16, f16, fp8_block128 or mxfp4
 /// @tparam Precision of the inputs: precision::a16, or with fp8_block128 precision::a8
 template <class Format, class Precision = precision::a16>
@@ -52,7 +53,10 @@ public:
             throw configuration_error("penstock: expert_prefill of " + std::to_string(max_tokens) + " tokens, top-" + std::to_string(k) +
                                       " of " + std::to_string(experts) + " experts");
         }
-        if (!detail::compiled_for_sm_90(reinterpret_cast<const void*>(detail::prefill_product<operand, true, few_columns>))) {
+        int device = 0, major = 0;
+        check(cudaGetDevice(&device), "cudaGetDevice");
+        check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+        if (major != 9 || !detail::compiled_for_sm_90(reinterpret_cast<const void*>(detail::prefill_product<operand, true, few_columns>))) {
             throw configuration_error("penstock: expert_prefill needs a device of compute capability 9.0, and code for sm_90a");
         }
         up_first_ = layout.up.offset < layout.gate.offset;

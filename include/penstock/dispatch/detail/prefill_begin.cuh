@@ -9,13 +9,13 @@
 #include <penstock/dispatch/detail/prefill_operands.cuh>
 #include <penstock/dispatch/detail/warp.cuh>
 
-/// What comes before the products: the list of tiles, the maps of the experts' matrices, and inputs in the order of sorted pairs, as the tensor
-/// cores read them.
+/// What comes before the products: the list of tiles, the maps of the experts' matrices, and inputs in the order of sorted pairs, as the
+/// tensor cores read them.
 
 namespace penstock::inline v0_1::detail {
 
-/// Sorted pairs of one expert that are multiplied together. Their inputs begin at `begin`, a multiple of eight, because the swizzle goes by eight rows: so
-/// up to seven pairs of the expert before may come first, whose results nobody writes.
+/// Sorted pairs of one expert that are multiplied together. Their inputs begin at `begin`, a multiple of eight, because the swizzle goes
+/// by eight rows: so up to seven pairs of the expert before may come first, whose results nobody writes.
 struct prefill_tile {
     std::uint32_t expert;
     std::uint32_t begin;
@@ -204,8 +204,7 @@ __device__ void place_inputs(const prefill_begin_arguments& a, const std::uint16
 
 /// @tparam First whether it makes tiles and maps, too
 template <class Operand, bool First>
-__global__ __launch_bounds__(begin_threads)
-    __attribute__((visibility("hidden"))) void prefill_begin(const __grid_constant__ prefill_begin_arguments a) {
+__device__ __forceinline__ void run_begin(const prefill_begin_arguments& a) {
     wait_for_launch_before();
     let_next_launch_begin();
     const std::uint32_t warp = blockIdx.x * (begin_threads / 32) + threadIdx.x / 32;
@@ -219,8 +218,7 @@ __global__ __launch_bounds__(begin_threads)
         for (std::uint32_t n = warps - 1 - warp; n < 2 * a.experts; n += warps) {
             const std::uint32_t e = n / 2;
             if (a.offsets[e] < a.offsets[e + 1]) {
-                NV_IF_TARGET(NV_HAS_FEATURE_SM_90a,
-                             (place_map(a.form[n % 2], a.records[e] + a.first_byte[n % 2], &scratch[threadIdx.x / 32], a.maps[n % 2] + e);))
+                place_map(a.form[n % 2], a.records[e] + a.first_byte[n % 2], &scratch[threadIdx.x / 32], a.maps[n % 2] + e);
             }
         }
     }
@@ -253,6 +251,12 @@ __global__ __launch_bounds__(begin_threads)
             }
         }
     }
+}
+
+template <class Operand, bool First>
+__global__ __launch_bounds__(begin_threads)
+    __attribute__((visibility("hidden"))) void prefill_begin(const __grid_constant__ prefill_begin_arguments a) {
+    NV_IF_ELSE_TARGET(NV_HAS_FEATURE_SM_90a, (run_begin<Operand, First>(a);), (static_cast<void>(a); __trap();))
 }
 
 }  // namespace penstock::inline v0_1::detail

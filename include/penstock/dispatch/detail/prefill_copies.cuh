@@ -14,8 +14,8 @@
 #include <cstddef>
 #include <cstdint>
 
-/// The copy engine of sm_90 and what it takes: barriers that count bytes, bulk copies, and maps of matrices. A map of the driver is made once
-/// for a layout, on the host; a kernel puts the address of each expert's record into a copy of it.
+/// The copy engine of sm_90 and what it takes: barriers that count bytes, bulk copies, and maps of matrices. A map of the driver is made
+/// once for a layout, on the host; a kernel puts the address of each expert's record into a copy of it.
 
 namespace penstock::inline v0_1::detail {
 

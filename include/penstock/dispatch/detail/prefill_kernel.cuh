@@ -7,9 +7,9 @@
 #include <penstock/cuda/launch.cuh>
 #include <penstock/dispatch/detail/prefill_results.cuh>
 
-/// One of an expert's two products: 128 rows of weights, 64 of gate and 64 of up or 128 of down, by the pairs of a tile. A block has a thread
-/// for each part of a stage that the copy engine brings, and two groups of four warps that multiply 64 rows each. Registers go from the one to
-/// the others (setmaxnreg).
+/// One of an expert's two products: 128 rows of weights, 64 of gate and 64 of up or 128 of down, by the pairs of a tile. A block has a
+/// thread for each part of a stage that the copy engine brings, and two groups of four warps that multiply 64 rows each. Registers go from
+/// the one to the others (setmaxnreg).
 
 namespace penstock::inline v0_1::detail {
 

@@ -30,8 +30,8 @@ struct a8 {};
 
 namespace detail {
 
-/// Inputs of the products: of every 128 bytes of all rows an atom, [atoms, rows, 128], swizzled as the tensor cores read it. `scales`, for 8-bit
-/// inputs: [atoms, rows].
+/// Inputs of the products: of every 128 bytes of all rows an atom, [atoms, rows, 128], swizzled as the tensor cores read it. `scales`, for
+/// 8-bit inputs: [atoms, rows].
 struct prefill_inputs {
     std::byte* atoms = nullptr;
     float* scales = nullptr;
@@ -49,11 +49,11 @@ struct input_place {
 };
 
 /// prefill_operand<Format, Precision>:
-/// `types` of the product; `type` of hidden states; `widened`: weights go through registers; `depth` of a step, and the `atoms` of inputs and
-/// `row_bytes` of weights that it takes; `unit`: inputs that a lane prepares at once; `scaled`: sums of a step are multiplied by the scales of
-/// weights and inputs; `by_row`: inputs are divided by a power of two for each pair; `neighbour`: the input so many after this one lies next to it. Widened: where(k) of input k of a step, so that a lane's weights lie together; of `together`
-/// inputs, and those 32, 64, 96 later, the places follow each other; load(...) what a lane has of a row for an atom; widen(...) a product's part
-/// of it.
+/// `types` of the product; `type` of hidden states; `widened`: weights go through registers; `depth` of a step, and the `atoms` of inputs
+/// and `row_bytes` of weights that it takes; `unit`: inputs that a lane prepares at once; `scaled`: sums of a step are multiplied by the
+/// scales of weights and inputs; `by_row`: inputs are divided by a power of two for each pair; `neighbour`: the input so many after this
+/// one lies next to it. Widened: where(k) of input k of a step, so that a lane's weights lie together; of `together` inputs, and those 32,
+/// 64, 96 later, the places follow each other; load(...) what a lane has of a row for an atom; widen(...) a product's part of it.
 template <class Format, class Precision>
 struct prefill_operand;
 
@@ -103,9 +103,9 @@ struct prefill_widened {
     static constexpr std::uint32_t atoms = 2;
 };
 
-/// E4M3 become f16 two at a time, exactly, and are multiplied by their scale over the row's largest. So the inputs are f16, too: divided by a
-/// power of two for each pair, so that the largest is between 2^14 and 2^15. A lane takes bytes 32 t to 32 t + 31 of a row, t = lane % 4: 16
-/// of them for each atom.
+/// E4M3 become f16 two at a time, exactly, and are multiplied by their scale over the row's largest. So the inputs are f16, too: divided
+/// by a power of two for each pair, so that the largest is between 2^14 and 2^15. A lane takes bytes 32 t to 32 t + 31 of a row, t = lane
+/// % 4: 16 of them for each atom.
 template <>
 struct prefill_operand<format::fp8_block128, precision::a16> : prefill_widened {
     using types = wgmma_f16;
@@ -176,9 +176,9 @@ __device__ inline std::uint32_t multiply_bf16(std::uint32_t a, std::uint32_t b) 
     return d;
 }
 
-/// The bits of an E2M1 at the end of bf16's exponent and at the start of its mantissa are 2^-126 of its value; the product with the scale is
-/// 2^-64 of the weight, so that any scale has room, and sums are corrected at the end. A lane takes 16 bytes of a row's 64: 32 weights and
-/// their scale.
+/// The bits of an E2M1 at the end of bf16's exponent and at the start of its mantissa are 2^-126 of its value; the product with the scale
+/// is 2^-64 of the weight, so that any scale has room, and sums are corrected at the end. A lane takes 16 bytes of a row's 64: 32 weights
+/// and their scale.
 template <>
 struct prefill_operand<format::mxfp4, precision::a16> : prefill_widened {
     using types = wgmma_bf16;

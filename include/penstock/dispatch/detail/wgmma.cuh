@@ -7,13 +7,13 @@
 #include <cstdint>
 
 /// wgmma.mma_async of sm_90a: four warps multiply 64 rows, from registers or from shared memory, by N columns from shared memory. PTX ISA,
-/// "Asynchronous warpgroup level matrix instructions". A warp w holds of the sums rows 16 w + lane / 4 (elements 4 j and 4 j + 1) and the eighth after
-/// (4 j + 2 and 4 j + 3), of columns 8 j + lane % 4 * 2 and the next.
+/// "Asynchronous warpgroup level matrix instructions". A warp w holds of the sums rows 16 w + lane / 4 (elements 4 j and 4 j + 1) and the
+/// eighth after (4 j + 2 and 4 j + 3), of columns 8 j + lane % 4 * 2 and the next.
 
 namespace penstock::inline v0_1::detail {
 
-/// The types of a product, as its instruction spells them: depth and types; what follows where both operands are in shared memory, and where
-/// rows are in registers. Every operand is contiguous along the depth.
+/// The types of a product, as its instruction spells them: depth and types; what follows where both operands are in shared memory, and
+/// where rows are in registers. Every operand is contiguous along the depth.
 struct wgmma_bf16 {
     static constexpr char types[] = "k16.f32.bf16.bf16";
     static constexpr char shared_end[] = ", 0, 0;";
