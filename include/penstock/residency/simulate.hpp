@@ -74,6 +74,10 @@ template <slot_sharing Sharing = sharing::all_layers>
             counted = {};
         }
         const slot_range range = Sharing::range(trace.layer(c), layers, slots);
+        if (range.first == range.end) {
+            counted.misses += next[c].size();
+            continue;
+        }
         std::set<waiting>& here = residents[range.end];
         for (std::size_t i = 0; i < next[c].size(); ++i) {
             const waiting again{next[c][i], first[trace.layer(c)] + static_cast<std::uint32_t>(trace.needed(c)[i])};
@@ -109,8 +113,9 @@ template <slot_sharing Sharing = sharing::all_layers>
     const auto layers = static_cast<std::uint32_t>(trace.experts().size());
     std::map<std::uint32_t, std::vector<std::uint32_t>> sharers;  // keys by the end of their layer's slots
     for (std::uint32_t layer = 0; layer < layers; ++layer) {
-        for (std::uint32_t key = first[layer]; key < first[layer + 1]; ++key) {
-            sharers[Sharing::range(layer, layers, slots).end].push_back(key);
+        const slot_range range = Sharing::range(layer, layers, slots);
+        for (std::uint32_t key = first[layer]; range.first < range.end && key < first[layer + 1]; ++key) {
+            sharers[range.end].push_back(key);
         }
     }
     std::vector<std::uint32_t> hot;
