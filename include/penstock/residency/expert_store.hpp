@@ -170,7 +170,7 @@ private:
 
     [[nodiscard]] cudaStream_t hint_way() const noexcept { return hint_copies_ ? hint_copies_->get() : nullptr; }
 
-    void begin(detail::hinted_fill& f);
+    void begin(detail::hinted_fill& f, bool after_others);
     void end(detail::hinted_fill& f) noexcept;
     void settle_hints();
     void give_up(std::vector<detail::hinted_fill>::iterator at);

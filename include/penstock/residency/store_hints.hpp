@@ -38,7 +38,7 @@ std::size_t basic_expert_store<Memory, Chunking, Prefetch, Scheduler, Eviction>:
         f.confidence = g.confidence;
         f.step = counters_.steps;
         try {
-            begin(f);
+            begin(f, got->evicted);
         } catch (...) {
             slots_.abandon(f.slot);
             throw;
@@ -50,9 +50,9 @@ std::size_t basic_expert_store<Memory, Chunking, Prefetch, Scheduler, Eviction>:
     return taken;
 }
 
-/// Starts to bring it.
+/// Starts to bring it. @param after_others whether another expert was in its slot
 template <class Memory, class Chunking, class Prefetch, class Scheduler, class Eviction>
-void basic_expert_store<Memory, Chunking, Prefetch, Scheduler, Eviction>::begin(detail::hinted_fill& f) {
+void basic_expert_store<Memory, Chunking, Prefetch, Scheduler, Eviction>::begin(detail::hinted_fill& f, bool after_others) {
     std::vector<transfer> list;
     const std::optional<std::uint32_t> at_host = host_slots_.find(f.key);
     if (at_host) {
@@ -69,7 +69,9 @@ void basic_expert_store<Memory, Chunking, Prefetch, Scheduler, Eviction>::begin(
         if (!hint_copies_) {
             hint_copies_.emplace(compute_.device);
         }
-        computed_->make_wait(hint_copies_->get());  // steps before this one may still read what was in the slot
+        if (after_others) {
+            computed_->make_wait(hint_copies_->get());  // steps before this one may still read it
+        }
         where = on_device(compute_.device, hint_copies_->get());
     }
     f.load = stream_.start(list, source_, where);

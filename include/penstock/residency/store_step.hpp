@@ -268,8 +268,9 @@ private:
         closed_ = true;
         tickets_.clear();  // nobody writes to a slot from here on
         hints_.clear();
-        if (!filling_.empty() && store_.hint_copies_ && detail::cuda_usable()) {
-            static_cast<void>(cudaStreamSynchronize(store_.hint_way()));  // the slots are used again on another stream
+        if (!filling_.empty() && store_.hint_copies_ && detail::cuda_usable()) {  // their slots may be used again on the other stream
+            static_cast<void>(cudaStreamSynchronize(store_.hint_way()));
+            static_cast<void>(cudaStreamSynchronize(store_.copies_->get()));
         }
         for (const std::uint32_t slot : filling_) {
             store_.slots_.abandon(slot);
