@@ -1,6 +1,7 @@
 #include "../tiny_model.hpp"
 
 #include <penstock/residency/expert_store.hpp>
+#include <penstock/residency/simulate.hpp>
 
 #include <doctest/doctest.h>
 
@@ -261,4 +262,50 @@ TEST_CASE("the caller's memory is used instead of the store's") {
     const std::byte* record = step.next().front().record;
     CHECK(record >= compute.data());
     CHECK(record < compute.data() + compute.size());
+}
+
+TEST_CASE("a recorded trace replays to the store's own hits, and costs nothing when nobody records") {
+    tiny_model tiny;
+    auto store = host_store(tiny, slots(tiny, 6));
+    ps::expert_trace trace;
+    store.record_to(&trace);
+    std::mt19937 random(3);
+    for (int call = 0; call < 400; ++call) {
+        const auto any = [&](std::uint32_t n) { return static_cast<std::uint32_t>(random() % n); };
+        run_step(store, tiny, static_cast<std::uint32_t>(call % 2), {any(8), any(4), any(4)});
+    }
+    store.record_to(nullptr);
+    const ps::store_report before = store.report();
+    run_step(store, tiny, 0, {1});
+    REQUIRE(trace.calls() == 400);
+    CHECK(trace.requests() == before.hits + before.misses);
+    // In the store a step is a layer call: the same trace as of a model of one layer, whose experts are those of both.
+    ps::expert_trace as_one({16});
+    for (std::size_t c = 0; c < trace.calls(); ++c) {
+        std::vector<std::int32_t> needed(trace.needed(c).begin(), trace.needed(c).end());
+        for (std::int32_t& e : needed) {
+            e += static_cast<std::int32_t>(8 * trace.layer(c));
+        }
+        as_one.add(0, needed);
+    }
+    const ps::residency_counters replayed = ps::simulate<ps::eviction::lru>(as_one, 6);
+    CHECK(replayed.hits == before.hits);
+    CHECK(replayed.evictions == before.evictions);
+    ps::expert_trace other({3});
+    other.add(0, std::vector<std::int32_t>{1});
+    CHECK_THROWS_AS(store.record_to(&other), ps::configuration_error);
+}
+
+TEST_CASE("who leaves is the least recently used after the counters were reset, too") {
+    tiny_model tiny;
+    auto store = host_store(tiny, slots(tiny, 2));
+    for (int i = 0; i < 10; ++i) {
+        run_step(store, tiny, 0, {1});
+    }
+    store.reset_counters();
+    CHECK(store.report().steps == 0);
+    run_step(store, tiny, 0, {2});
+    run_step(store, tiny, 0, {3});  // 1 leaves
+    run_step(store, tiny, 0, {2});
+    CHECK(store.report().hits == 1);
 }

@@ -20,7 +20,7 @@ std::uint32_t bring(ps::slot_map& map, std::uint32_t key, std::uint64_t step) {
     const auto r = map.reserve<lru>(key, step);
     REQUIRE(r);
     map.publish(r->slot);
-    map.touch(r->slot, step);
+    map.touch<lru>(r->slot, step);
     map.unpin(r->slot);
     return r->slot;
 }
@@ -87,7 +87,7 @@ TEST_CASE("random use agrees with a plain model of LRU") {
         const auto slot = map.find(key);
         REQUIRE(slot.has_value() == last.contains(key));
         if (slot) {
-            map.touch(*slot, step);
+            map.touch<lru>(*slot, step);
         } else {
             if (last.size() == slots) {
                 auto oldest = last.begin();

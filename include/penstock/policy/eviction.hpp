@@ -10,7 +10,8 @@
 
 namespace penstock::inline v0_1 {
 
-/// What is known of an expert when a victim is sought. It is kept while the expert is away. Steps are the model's: all layers once.
+/// What is known of an expert when a victim is sought. It is kept while the expert is away. Steps are the model's: all layers once
+/// (in an `expert_store`, layer calls).
 struct residency_entry {
     std::uint64_t last_used = 0;  ///< step of the last use
     std::uint64_t uses = 0;       ///< layer calls that asked for it; a rule with `note_use` counts in a unit of its own
@@ -109,6 +110,17 @@ struct hot_set {
 
     PENSTOCK_HD static constexpr void note_use(residency_entry& entry, std::uint64_t step) noexcept {
         penstock::note_use<Remainder>(entry, step);
+    }
+};
+
+/// What this step or the one before used leaves after all else; `E` decides among the rest. For slots that all layers share, where otherwise the
+/// misses of the layers to come displace a newcomer before its layer's next call.
+template <eviction_policy E>
+struct last_step_first : E {
+    using policy_axis = axis::eviction;
+
+    PENSTOCK_HD static constexpr double score(const residency_entry& entry, std::uint64_t step) noexcept {
+        return static_cast<double>(E::score(entry, step)) + (step - entry.last_used <= 1 ? 0x1p52 : 0);
     }
 };
 

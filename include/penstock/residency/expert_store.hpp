@@ -7,6 +7,7 @@
 #include <penstock/dispatch/expert_work.hpp>
 #include <penstock/model/moe_model.hpp>
 #include <penstock/residency/expert_hints.hpp>
+#include <penstock/residency/expert_trace.hpp>
 #include <penstock/residency/slot_map.hpp>
 #include <penstock/residency/store_budget.hpp>
 #include <penstock/residency/store_report.hpp>
@@ -159,6 +160,24 @@ public:
 
     void reset_counters() noexcept { counters_ = {}; }
 
+    /// Notes every layer call from here on in `into`, which must live as long as this goes on; nullptr ends it. An empty trace gets the shape of
+    /// the model. @throws configuration_error when it has calls of a model of another shape.
+    void record_to(expert_trace* into) {
+        if (into != nullptr) {
+            std::vector<std::uint32_t> experts;
+            for (const moe_layer_model& layer : model_.layers) {
+                experts.push_back(static_cast<std::uint32_t>(layer.experts.size()));
+            }
+            if (into->calls() == 0) {
+                *into = expert_trace(std::move(experts));
+            } else if (into->experts() != experts) {
+                throw configuration_error(
+                    "penstock: the trace to record to has calls of another model: its layers or their experts differ");
+            }
+        }
+        trace_ = into;
+    }
+
 private:
     /// More tokens than one pass of the kernels serves would bring an expert over the link more than once.
     static constexpr std::uint32_t most_tokens_in_place = 8;
@@ -244,6 +263,19 @@ private:
         counters_.bytes_from_host += t.bytes;
     }
 
+    void note_call(std::uint32_t layer, std::span<const std::uint32_t> offsets) {
+        if (trace_ == nullptr) {
+            return;
+        }
+        std::vector<std::int32_t> needed;
+        for (std::uint32_t e = 0; e < trace_->experts()[layer]; ++e) {
+            if (offsets[e + 1] != offsets[e]) {
+                needed.push_back(static_cast<std::int32_t>(e));
+            }
+        }
+        trace_->add(layer, needed);
+    }
+
     template <class RecordInMemory>
     stream_report preload(slot_map& map, std::byte* tier, place to, const progress_callback& progress, std::stop_token stop,
                           RecordInMemory in_memory) {
@@ -259,7 +291,7 @@ private:
             if (map.find(key)) {
                 continue;
             }
-            const std::uint32_t slot = map.template reserve<Eviction>(key, counters_.steps)->slot;
+            const std::uint32_t slot = map.template reserve<Eviction>(key, clock_)->slot;
             reserved.push_back(slot);
             if (const std::byte* record = in_memory(key)) {
                 from_memory(key, record, host_tier_mapped_, tier + slot * size_.slot_bytes, list);
@@ -307,6 +339,8 @@ private:
     std::vector<event> arrived_;     ///< one for each fetch of a step, kept between steps
     std::vector<std::uint32_t> first_key_;
     store_report counters_;
+    std::uint64_t clock_ = 0;  ///< layer calls, not reset with the counters
+    expert_trace* trace_ = nullptr;
     bool open_ = false;
 };
 

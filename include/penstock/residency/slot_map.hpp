@@ -79,9 +79,9 @@ public:
         free_.push_back(slot);
     }
 
+    template <eviction_policy Eviction>
     void touch(std::uint32_t slot, std::uint64_t step) noexcept {
-        slots_[slot].seen.last_used = step;
-        ++slots_[slot].seen.uses;
+        note_use<Eviction>(slots_[slot].seen, step);
     }
 
     void pin(std::uint32_t slot) noexcept { ++slots_[slot].pins; }

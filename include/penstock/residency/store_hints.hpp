@@ -13,7 +13,7 @@ std::size_t basic_expert_store<Memory, Chunking, Prefetch, Scheduler, Eviction>:
     std::erase_if(surest, [&](const expert_hint& g) { return !(g.confidence >= hint_limits_.least_confidence); });  // nor NaN
     std::ranges::stable_sort(surest, std::greater<>{}, &expert_hint::confidence);
     const std::uint64_t pass = model_.layers.size();
-    const std::uint64_t used_before = counters_.steps > pass ? counters_.steps - pass : 0;
+    const std::uint64_t used_before = clock_ > pass ? clock_ - pass : 0;
     std::size_t taken = 0;
     for (const expert_hint& g : surest) {
         if (g.layer >= model_.layers.size() || g.expert >= model_.layers[g.layer].experts.size()) {
@@ -27,7 +27,7 @@ std::size_t basic_expert_store<Memory, Chunking, Prefetch, Scheduler, Eviction>:
         if (slots_.holds(key)) {
             continue;
         }
-        const std::optional<slot_map::reservation> got = slots_.template reserve<Eviction>(key, counters_.steps, used_before);
+        const std::optional<slot_map::reservation> got = slots_.template reserve<Eviction>(key, clock_, used_before);
         if (!got) {
             break;  // what is there is in use
         }
@@ -36,7 +36,7 @@ std::size_t basic_expert_store<Memory, Chunking, Prefetch, Scheduler, Eviction>:
         f.key = key;
         f.slot = got->slot;
         f.confidence = g.confidence;
-        f.step = counters_.steps;
+        f.step = clock_;
         try {
             begin(f, got->evicted);
         } catch (...) {
@@ -88,7 +88,7 @@ void basic_expert_store<Memory, Chunking, Prefetch, Scheduler, Eviction>::settle
     const std::uint64_t life = hint_limits_.stale_after > 0 ? hint_limits_.stale_after : model_.layers.size();
     for (std::size_t i = 0; i < hinted_.size();) {
         detail::hinted_fill& f = hinted_[i];
-        if (!f.dropped && !f.load.done() && counters_.steps - f.step > life) {
+        if (!f.dropped && !f.load.done() && clock_ - f.step > life) {
             f.load.cancel(f.key);
             f.dropped = true;
         }

@@ -63,7 +63,7 @@ private:
     };
 
     step(basic_expert_store& store, std::uint32_t layer, std::span<const std::uint32_t> offsets, cudaStream_t consumer)
-        : store_(store), consumer_(consumer), number_(++store.counters_.steps) {
+        : store_(store), consumer_(consumer), number_(++store.clock_) {
         if (!store.compute_.on_host()) {
             store.computed_->make_wait(store.copies_->get());  // victims may still be read by the step before
         }
@@ -83,12 +83,14 @@ private:
                 missing_.push_back(i);
             }
         }
+        store.note_call(layer, offsets);
         store.open_ = true;
         for (const item& i : hits_) {
             store.slots_.pin(i.slot);
-            store.slots_.touch(i.slot, number_);
+            store.slots_.template touch<Eviction>(i.slot, number_);
             held_.push_back(i.slot);
         }
+        ++store.counters_.steps;
         store.counters_.hits += hits_.size();
         store.counters_.misses += missing_.size() + flying_.size();
     }
@@ -214,7 +216,7 @@ private:
         if (i.host_slot >= 0 && !host_filling_.empty() && host_filling_.front() == host_slot) {
             host_filling_.pop_front();
             store_.host_slots_.publish(host_slot);
-            store_.host_slots_.touch(host_slot, number_);
+            store_.host_slots_.template touch<Eviction>(host_slot, number_);
             host_held_.push_back(host_slot);
             copy_from_host(i);
             tickets_[static_cast<std::size_t>(i.ticket)].wait(i.key);
@@ -232,7 +234,7 @@ private:
         }
         std::erase(filling_, i.slot);
         store_.slots_.publish(i.slot);
-        store_.slots_.touch(i.slot, number_);
+        store_.slots_.template touch<Eviction>(i.slot, number_);
         held_.push_back(i.slot);
         fetched_.push_back(i.slot);
         ready_.push_back(work(i, store_.compute_slot(i.slot)));
@@ -257,7 +259,7 @@ private:
 
     void hold_host(std::uint32_t slot) {
         store_.host_slots_.pin(slot);
-        store_.host_slots_.touch(slot, number_);
+        store_.host_slots_.template touch<Eviction>(slot, number_);
         host_held_.push_back(slot);
     }
 
