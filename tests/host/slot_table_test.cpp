@@ -199,6 +199,8 @@ TEST_CASE("S09 what was used a thousand times leaves when it is used no more") {
     };
     CHECK(misses_after(table_of<eviction::lru>(1, 3, 2)) == 2);
     CHECK(misses_after(table_of<eviction::lfru<4>>(1, 3, 2)) < 20);
+    CHECK(misses_after(table_of<eviction::lfru<16>>(1, 3, 2)) < 2 * 16);
+    CHECK(misses_after(table_of<eviction::last_step_first<eviction::lfru<16>>>(1, 3, 2)) < 2 * 16);
     CHECK(misses_after(table_of<eviction::selective<eviction::lfru<4>>>(1, 3, 2)) < 20);
     CHECK(misses_after(table_of<tests::least_used>(1, 3, 2)) > 90);  // what happens without ageing
 }
@@ -362,7 +364,9 @@ struct setting {
 TEST_CASE_TEMPLATE("12,000 random calls agree with a plain model, some never committed, with fills of the host's between", S,
                    setting<eviction::lru, sharing::all_layers>, setting<eviction::lru, sharing::per_layer>,
                    setting<eviction::lfru<16>, sharing::all_layers>, setting<eviction::lfru<3>, sharing::per_layer>,
-                   setting<eviction::hot_set<>, sharing::all_layers>, setting<eviction::selective<eviction::lfru<16>>, sharing::all_layers>,
+                   setting<eviction::hot_set<>, sharing::all_layers>,
+                   setting<eviction::last_step_first<eviction::lfru<16>>, sharing::all_layers>,
+                   setting<eviction::selective<eviction::lfru<16>>, sharing::all_layers>,
                    setting<tests::second_chance, sharing::all_layers>, setting<tests::at_random, sharing::per_layer>) {
     constexpr std::uint32_t layers = 3;
     constexpr std::uint32_t experts = 10;
