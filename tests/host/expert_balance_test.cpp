@@ -1,8 +1,10 @@
 #include <penstock/parallel/balance.hpp>
+#include <penstock/parallel/rebalance.hpp>
 
 #include <doctest/doctest.h>
 
 #include <limits>
+#include <numeric>
 #include <random>
 #include <sstream>
 
@@ -132,6 +134,38 @@ TEST_CASE("what cannot be placed is refused with the numbers") {
         l[7] = bad;
         CHECK_THROWS_WITH_AS(balance_greedy(l, 3, 4), doctest::Contains("expert 7"), configuration_error);
     }
+}
+
+TEST_CASE("rebalancing fetches no more than it may, never makes things worse, and each further expert helps") {
+    std::mt19937 random{4};
+    for (const std::uint32_t ranks : {2u, 8u, 64u}) {
+        for (const std::uint32_t spare : {0u, 1u, 4u}) {
+            const std::vector<double> loads = skewed(random, 256, 0.7), later = skewed(random, 256, 0.7);
+            const expert_placement before = one_each(256, ranks);
+            const std::uint32_t slots = 256 / ranks + spare;
+            double last = imbalance(before, loads);
+            for (const std::uint32_t most : {0u, 1u, 2u, 8u, 64u}) {
+                const expert_placement after = rebalance(before, loads, slots, most);
+                check_fits(after, slots);
+                CHECK(arrivals(before, after).size() <= most);
+                CHECK((most > 0 || after == before));
+                CHECK(imbalance(after, loads) <= last + 1e-9);
+                last = imbalance(after, loads);
+                CHECK(after == rebalance(before, loads, slots, most));
+                const expert_placement moved_on = rebalance(after, later, slots, 64);  // replicas of what was hot make room
+                check_fits(moved_on, slots);
+                CHECK(imbalance(moved_on, later) <= imbalance(after, later) + 1e-9);
+            }
+            CAPTURE(ranks);
+            CAPTURE(spare);
+            // Without a spare slot nobody can have a second copy, so the hottest expert is on one rank.
+            const double alone = *std::max_element(loads.begin(), loads.end()) * ranks / std::accumulate(loads.begin(), loads.end(), 0.0);
+            CHECK(last < (spare == 0 ? std::max(1.1, 1.1 * alone) : ranks == 64 ? 2.0 : 1.1));
+            CHECK(last < imbalance(before, loads));
+        }
+    }
+    CHECK_THROWS_WITH_AS(rebalance(one_each(8, 2), std::vector<double>(8, 1.0), 3, 4), doctest::Contains("as they are placed now"),
+                         configuration_error);
 }
 
 TEST_CASE("what has to move, and the report") {
