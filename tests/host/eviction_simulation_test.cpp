@@ -144,6 +144,7 @@ TEST_CASE_TEMPLATE("no rule has more hits than the best", E, eviction::lru, evic
             const auto hot_apart = ps::hottest<sharing::per_layer>(trace, slots, 0.5);
             REQUIRE(ps::simulate<E, sharing::per_layer>(trace, slots, hot_apart).hits <=
                     ps::simulate_best<sharing::per_layer>(trace, slots).hits);
+            REQUIRE(ps::simulate<E>(trace, slots, hot, 90).hits <= ps::simulate_best(trace, slots, 90).hits);
             if (slots == 36) {
                 REQUIRE(common.hits == best.hits);
             }

@@ -67,18 +67,32 @@ template <slot_sharing Sharing = sharing::all_layers>
     }
     const auto layers = static_cast<std::uint32_t>(trace.experts().size());
     using waiting = std::pair<std::uint64_t, std::uint32_t>;  // the call that needs it again, key
-    std::map<std::uint32_t, std::set<waiting>> residents;     // by the end of the layer's slots
+    struct group {                                            // layers that share slots
+        std::uint32_t room = 0;
+        std::set<waiting> residents;
+        void trim() {
+            while (residents.size() > room) {
+                residents.erase(std::prev(residents.end()));
+            }
+        }
+    };
+    std::map<std::uint32_t, group> groups;  // by the end of their slots
     hits_and_misses counted;
     for (std::size_t c = 0; c < trace.calls(); ++c) {
         if (c == warm_up) {
             counted = {};
+            for (auto& [end, g] : groups) {
+                g.trim();
+            }
         }
         const slot_range range = Sharing::range(trace.layer(c), layers, slots);
         if (range.first == range.end) {
             counted.misses += next[c].size();
             continue;
         }
-        std::set<waiting>& here = residents[range.end];
+        group& mine = groups[range.end];
+        mine.room = range.end - range.first;
+        std::set<waiting>& here = mine.residents;
         for (std::size_t i = 0; i < next[c].size(); ++i) {
             const waiting again{next[c][i], first[trace.layer(c)] + static_cast<std::uint32_t>(trace.needed(c)[i])};
             const bool hit = here.erase({c, again.second}) > 0;
@@ -86,8 +100,8 @@ template <slot_sharing Sharing = sharing::all_layers>
             counted.misses += !hit;
             here.insert(again);
         }
-        while (here.size() > range.end - range.first) {
-            here.erase(std::prev(here.end()));
+        if (c >= warm_up) {  // before, what will be needed first could have been kept at the cost of hits that do not count
+            mine.trim();
         }
     }
     return warm_up < trace.calls() ? counted : hits_and_misses{};
