@@ -8,6 +8,6 @@
 
 #include <penstock/cuda/launch.cuh>
 #include <penstock/dispatch/cuda_experts.cuh>
-#include <penstock/dispatch/expert_decode.cuh>
+#include <penstock/dispatch/expert_kernels.cuh>
 #include <penstock/dispatch/tile_pipeline.cuh>
 #include <penstock/penstock.hpp>

@@ -53,10 +53,7 @@ public:
             throw configuration_error("penstock: expert_prefill of " + std::to_string(max_tokens) + " tokens, top-" + std::to_string(k) +
                                       " of " + std::to_string(experts) + " experts");
         }
-        int device = 0, major = 0;
-        check(cudaGetDevice(&device), "cudaGetDevice");
-        check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-        if (major != 9 || !detail::compiled_for_sm_90(reinterpret_cast<const void*>(detail::prefill_product<operand, true, few_columns>))) {
+        if (!runs_here()) {
             throw configuration_error("penstock: expert_prefill needs a device of compute capability 9.0, and code for sm_90a");
         }
         up_first_ = layout.up.offset < layout.gate.offset;
@@ -74,6 +71,17 @@ public:
                              detail::prefill_combine<dtype::f32>, detail::prefill_combine<dtype::bf16>,
                              detail::prefill_combine<dtype::f16>);
         detail::load_permute();
+    }
+
+    /// Whether the current device runs these kernels, and they were compiled for it: for sm_90a, not sm_90. @throws cuda_error
+    [[nodiscard]] static bool runs_here() {
+        int device = 0, major = 0;
+        check(cudaGetDevice(&device), "cudaGetDevice");
+        check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+        cudaFuncAttributes about{};
+        check(cudaFuncGetAttributes(&about, reinterpret_cast<const void*>(detail::prefill_product<operand, true, few_columns>)),
+              "cudaFuncGetAttributes");
+        return major == 9 && about.sharedSizeBytes > 0;  // compiled for anything else the kernel is empty, without its barriers
     }
 
     /// Why a layout is not served, if it is not: rows are contiguous, start at multiples of 16 bytes and hold whole multiples of 16 bytes.

@@ -80,7 +80,7 @@ __device__ inline std::uint32_t tile_swizzle(std::uint32_t row) { return (row & 
 /// Where chunk `chunk` of a row of inputs of token `n` lies in its row: what lanes read together lies in different banks. They read chunks that
 /// follow each other, or, where 64 bytes of inputs go with 16 of weights, every fourth.
 template <class Format>
-__device__ std::uint32_t input_place(std::uint32_t chunk, std::uint32_t n) {
+__device__ std::uint32_t chunk_place(std::uint32_t chunk, std::uint32_t n) {
     return fragment<Format>::vectors == 4 ? chunk ^ (chunk >> 3 & 1) ^ (n & 3) << 1 : chunk ^ tile_swizzle(n);
 }
 
@@ -184,7 +184,7 @@ struct decode_cursor {
             const bool has_input = c < input_chunks;
             if (n < tokens && r < input_rows) {
                 const std::byte* const base = input[n] + (ring::planes > 1 ? part * plane_bytes : 0);
-                copy_16(inputs_to + r * decode_row_bytes + input_place<Format>(chunk, n) * 16, base + (has_input ? c * 16 : 0), has_input);
+                copy_16(inputs_to + r * decode_row_bytes + chunk_place<Format>(chunk, n) * 16, base + (has_input ? c * 16 : 0), has_input);
             }
         }
         if constexpr (ring::scaled) {
@@ -242,7 +242,7 @@ __device__ void add_stage(tile_sums (&sums)[2], const std::byte* at, std::uint32
 #pragma unroll
             for (std::uint32_t v = 0; v < frag::vectors; ++v) {
                 const std::uint32_t n = frag::planes > 1 ? v * decode_row_chunks + chunk : chunk * frag::vectors + v;
-                x[v] = inputs[n / decode_row_chunks * decode_row_chunks + input_place<Format>(n % decode_row_chunks, token)];
+                x[v] = inputs[n / decode_row_chunks * decode_row_chunks + chunk_place<Format>(n % decode_row_chunks, token)];
             }
             if constexpr (ring::grouped) {
                 const auto* codes = reinterpret_cast<const std::uint8_t*>(scales) + chunk;
