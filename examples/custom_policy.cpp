@@ -90,7 +90,7 @@ int main() {
         slots.publish(slot);
         slots.unpin(slot);
     }
-    slots.touch(*slots.find(7), 1);
+    slots.touch<least_used>(*slots.find(7), 1);
     right = right && slots.reserve<least_used>(9, 2)->evicted && slots.find(7) && !slots.find(8);
     std::printf("%llu chunks, the shorter request first; expert 8, used least, made room for 9: %s\n",
                 static_cast<unsigned long long>(report.chunks), right ? "as wanted" : "WRONG");
