@@ -95,6 +95,9 @@ void launch_with(std::span<cudaLaunchAttribute> attributes, void (*kernel)(Param
 /// let_next_launch_begin, or ended, so that a kernel's start is not waited for.
 template <class... Params, class... Args>
 void launch_early(void (*kernel)(Params...), dim3 grid, dim3 block, std::size_t shared_bytes, cudaStream_t stream, Args&&... args) {
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0) {
+        return;  // as launch_with does, before the device is asked for anything
+    }
     cudaLaunchAttribute early{};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
