@@ -65,25 +65,7 @@ public:
     }
 
     /// Why a layout is not served, if it is not: rows are contiguous, start at multiples of 16 bytes and hold whole multiples of 16 bytes.
-    [[nodiscard]] static std::optional<std::string> refusal(const expert_layout& layout) {
-        if (layout.kind != Format::kind) {
-            return "made for " + std::string(name(Format::kind)) + ", the experts are " + std::string(name(layout.kind));
-        }
-        if (layout.hidden() == 0 || layout.intermediate() == 0 || layout.up.rows != layout.gate.rows ||
-            layout.up.cols != layout.gate.cols || layout.down.rows != layout.hidden() || layout.down.cols != layout.intermediate()) {
-            return "the expert's matrices do not fit each other";
-        }
-        for (const matrix_layout* m : {&layout.gate, &layout.up, &layout.down}) {
-            const auto whole = [](std::uint64_t elements) { return elements * Format::bits % 128 == 0; };
-            if (m->col_stride != 1 || m->offset % 16 != 0 || !whole(m->row_stride) || !whole(m->cols)) {
-                return "rows that are not contiguous, or no whole multiples of 16 bytes";
-            }
-            if (Format::kind == weight_kind::fp8_block128 && m->scale_offset % sizeof(float) != 0) {
-                return "scales that start at no multiple of 4 bytes";
-            }
-        }
-        return {};
-    }
+    [[nodiscard]] static std::optional<std::string> refusal(const expert_layout& layout) { return detail::layout_refusal<Format>(layout); }
 
     /// Bytes of device memory that calls need, at a multiple of 256. The owner zeroes the first counter_bytes() once, before the first call;
     /// each call leaves them zero.
@@ -99,7 +81,10 @@ public:
         if (tokens == 0) {
             return;
         }
-        refuse_wrong(step, workspace);
+        if (const auto why =
+                detail::step_refusal(step, workspace, operand_type, arguments_.phase[0].cols, max_tokens_, workspace_bytes())) {
+            throw configuration_error("penstock: expert_decode: " + *why);
+        }
         const workspace_places at = places();
         detail::decode_arguments a = arguments_;
         a.records = step.records;
@@ -230,32 +215,6 @@ private:
               "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
         const auto most = static_cast<std::uint32_t>(on_each * detail::multiprocessors());
         return limit > 0 ? smaller(limit, most) : most;
-    }
-
-    void refuse_wrong(const expert_step& step, std::span<std::byte> workspace) const {
-        const std::uint32_t hidden = arguments_.phase[0].cols;
-        const auto refuse = [](const std::string& what) { throw configuration_error("penstock: expert_decode: " + what); };
-        if (step.hidden.tokens > max_tokens_) {
-            refuse(std::to_string(step.hidden.tokens) + " tokens, made for " + std::to_string(max_tokens_));
-        }
-        if (step.hidden.type != operand_type || step.hidden.hidden != hidden ||
-            reinterpret_cast<std::uintptr_t>(step.hidden.data) % 16 != 0) {
-            refuse("hidden states have to be " + std::string(name(operand_type)) + ", " + std::to_string(hidden) +
-                   " a token, and start at a multiple of 16 bytes");
-        }
-        if (step.out.type != dtype::f32 && step.out.type != dtype::bf16 && step.out.type != dtype::f16) {
-            detail::refuse_type("an output", step.out.type);
-        }
-        if ((step.rows == nullptr) != (step.offsets == nullptr)) {
-            refuse("rows and offsets of sorted pairs come together");
-        }
-        if (step.out.tokens != step.hidden.tokens || step.out.hidden != hidden) {
-            refuse("the output is not as large as the hidden states");
-        }
-        if (workspace.size() < workspace_bytes() || reinterpret_cast<std::uintptr_t>(workspace.data()) % 256 != 0) {
-            refuse("the workspace has " + std::to_string(workspace.size()) + " bytes, " + std::to_string(workspace_bytes()) +
-                   " are needed, at a multiple of 256");
-        }
     }
 
     detail::decode_arguments arguments_{};

@@ -48,7 +48,7 @@ public:
         if (!many(step.hidden.tokens)) {
             return decode_.enqueue(step, workspace, stream);
         }
-        if (workspace.size() < workspace_bytes()) {
+        if (workspace.size() < kept_bytes()) {  // the rest is prefill's to see
             throw configuration_error("penstock: expert_kernels: the workspace has " + std::to_string(workspace.size()) + " bytes, " +
                                       std::to_string(workspace_bytes()) + " are needed");
         }

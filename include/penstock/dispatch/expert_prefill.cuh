@@ -8,7 +8,6 @@
 #include <penstock/dispatch/detail/prefill_kernel.cuh>
 #include <penstock/dispatch/expert_step.hpp>
 #include <penstock/dispatch/permutation.cuh>
-#include <penstock/dispatch/routing.cuh>
 
 #include <array>
 #include <optional>
@@ -86,24 +85,8 @@ public:
 
     /// Why a layout is not served, if it is not: rows are contiguous, start at multiples of 16 bytes and hold whole multiples of 16 bytes.
     [[nodiscard]] static std::optional<std::string> refusal(const expert_layout& layout) {
-        if (layout.kind != Format::kind) {
-            return "made for " + std::string(name(Format::kind)) + ", the experts are " + std::string(name(layout.kind));
-        }
-        if (layout.hidden() == 0 || layout.intermediate() == 0 || layout.up.rows != layout.gate.rows ||
-            layout.up.cols != layout.gate.cols || layout.down.rows != layout.hidden() || layout.down.cols != layout.intermediate()) {
-            return "the expert's matrices do not fit each other";
-        }
-        for (const matrix_layout* m : {&layout.gate, &layout.up, &layout.down}) {
-            const auto whole = [](std::uint64_t elements) { return elements * Format::bits % 128 == 0; };
-            if (m->col_stride != 1 || m->offset % 16 != 0 || !whole(m->row_stride) || !whole(m->cols)) {
-                return "rows that are not contiguous, or no whole multiples of 16 bytes";
-            }
-            if (detail::decoder<Format>::scaled && Format::bits == 8 && m->scale_offset % sizeof(float) != 0) {
-                return "scales that start at no multiple of 4 bytes";
-            }
-        }
-        if (layout.bytes >= std::uint64_t{1} << 32) {
-            return "records of 4 GiB or more";
+        if (auto why = detail::layout_refusal<Format>(layout)) {
+            return why;
         }
         if (layout.up.row_stride != layout.gate.row_stride || layout.up.offset == layout.gate.offset) {
             return "gate and up that do not lie alike";
@@ -120,7 +103,9 @@ public:
         if (tokens == 0) {
             return;
         }
-        refuse_wrong(step, workspace);
+        if (const auto why = detail::step_refusal(step, workspace, operand_type, down_.rows, max_tokens_, workspace_bytes())) {
+            throw configuration_error("penstock: expert_prefill: " + *why);
+        }
         const workspace_places at = places();
         const std::uint32_t pairs = tokens * k_;
         const auto place = [&]<class T>(T*& pointer, std::size_t offset) { pointer = reinterpret_cast<T*>(workspace.data() + offset); };
@@ -279,33 +264,6 @@ private:
         constexpr std::size_t bytes = detail::prefill_ring<operand, Most>::bytes;
         detail::allow_shared_bytes(reinterpret_cast<const void*>(detail::prefill_product<operand, false, Most>), bytes);
         detail::allow_shared_bytes(reinterpret_cast<const void*>(detail::prefill_product<operand, true, Most>), bytes);
-    }
-
-    void refuse_wrong(const expert_step& step, std::span<std::byte> workspace) const {
-        const std::uint32_t hidden = down_.rows;
-        const auto refuse = [](const std::string& what) { throw configuration_error("penstock: expert_prefill: " + what); };
-        if (step.hidden.tokens > max_tokens_) {
-            refuse(std::to_string(step.hidden.tokens) + " tokens, made for " + std::to_string(max_tokens_));
-        }
-        if (step.hidden.type != operand_type || step.hidden.hidden != hidden ||
-            reinterpret_cast<std::uintptr_t>(step.hidden.data) % 16 != 0) {
-            refuse("hidden states have to be " + std::string(name(operand_type)) + ", " + std::to_string(hidden) +
-                   " a token, and start at a multiple of 16 bytes");
-        }
-        if (step.out.type != dtype::f32 && step.out.type != dtype::bf16 && step.out.type != dtype::f16) {
-            detail::refuse_type("an output", step.out.type);
-        }
-        if (step.out.tokens != step.hidden.tokens || step.out.hidden != hidden ||
-            reinterpret_cast<std::uintptr_t>(step.out.data) % 16 != 0) {
-            refuse("the output is not as large as the hidden states, or starts at no multiple of 16 bytes");
-        }
-        if ((step.rows == nullptr) != (step.offsets == nullptr)) {
-            refuse("rows and offsets of sorted pairs come together");
-        }
-        if (workspace.size() < workspace_bytes() || reinterpret_cast<std::uintptr_t>(workspace.data()) % 256 != 0) {
-            refuse("the workspace has " + std::to_string(workspace.size()) + " bytes, " + std::to_string(workspace_bytes()) +
-                   " are needed, at a multiple of 256");
-        }
     }
 
     std::uint32_t experts_;
