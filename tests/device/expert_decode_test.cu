@@ -1,6 +1,5 @@
-#include "device_memory.hpp"
+#include "expert_batch.hpp"
 #include "gpu_work.hpp"
-#include "test_expert.hpp"
 
 #include <penstock/buffer/buffer.hpp>
 #include <penstock/cuda/stream.hpp>
@@ -19,184 +18,47 @@ using namespace tests;
 
 namespace {
 
-/// Experts of one layer, on the device and as they truly are.
-struct layer {
-    expert_shape shape;
-    std::vector<test_expert> experts;
-    std::vector<std::unique_ptr<guarded<std::byte>>> records;
-    std::unique_ptr<guarded<const std::byte*>> table;
-
-    layer(const expert_shape& s, std::uint32_t count, std::mt19937& random, place_of_test where = place_of_test::device) : shape(s) {
-        std::vector<const std::byte*> addresses;
-        for (std::uint32_t e = 0; e < count; ++e) {
-            experts.push_back(make_expert(s, random));
-            records.push_back(std::make_unique<guarded<std::byte>>(experts.back().record, where));
-            addresses.push_back(records.back()->data());
-        }
-        table = std::make_unique<guarded<const std::byte*>>(addresses);
-    }
-
-    const ps::expert_layout& layout() const { return experts[0].layout; }
-};
-
-/// Tokens and where they go.
-struct batch {
-    std::uint32_t tokens, k;
-    std::vector<std::uint16_t> hidden;
-    std::vector<std::int32_t> ids;
-    std::vector<float> weights, input_scale, shared;
-};
-
-template <class Format>
-std::uint16_t to_bits(float value) {
-    return ps::expert_decode<Format>::operand_type == ps::dtype::bf16 ? ps::encode_bf16(value) : ps::encode_f16(value);
-}
-
-template <class Format>
-float from_bits(std::uint16_t bits) {
-    return ps::expert_decode<Format>::operand_type == ps::dtype::bf16 ? ps::decode_bf16(bits) : ps::decode_f16(bits);
-}
-
-template <class Format>
-batch random_batch(const layer& l, std::uint32_t tokens, std::uint32_t k, std::mt19937& random) {
-    batch b{tokens, k, {}, {}, {}, {}, {}};
-    std::normal_distribution<float> normal;
-    const auto experts = static_cast<std::uint32_t>(l.experts.size());
-    for (std::size_t i = 0; i < std::size_t{tokens} * l.shape.hidden; ++i) {
-        b.hidden.push_back(to_bits<Format>(normal(random)));
-        b.shared.push_back(normal(random));
-    }
-    for (std::uint32_t i = 0; i < tokens * k; ++i) {
-        b.ids.push_back(static_cast<std::int32_t>(random() % experts));  // an expert twice for a token, too (R17)
-        b.weights.push_back(0.1f + 0.01f * static_cast<float>(random() % 50));
-        b.input_scale.push_back(0.5f + 0.01f * static_cast<float>(random() % 100));
-    }
-    return b;
-}
-
-template <class Format>
-std::vector<double> truth(const layer& l, const batch& b, bool extras) {
-    std::vector<double> out(std::size_t{b.tokens} * l.shape.hidden, 0.0);
-    for (std::uint32_t t = 0; t < b.tokens; ++t) {
-        for (std::uint32_t j = 0; j < b.k; ++j) {
-            const std::size_t p = std::size_t{t} * b.k + j;
-            if (b.ids[p] < 0 || b.ids[p] >= static_cast<std::int32_t>(l.experts.size())) {
-                continue;
-            }
-            std::vector<float> x(l.shape.hidden);
-            for (std::uint32_t c = 0; c < l.shape.hidden; ++c) {
-                x[c] = from_bits<Format>(b.hidden[std::size_t{t} * l.shape.hidden + c]);
-            }
-            const test_expert& expert = l.experts[static_cast<std::size_t>(b.ids[p])];
-            const std::vector<double> y = evaluate(expert, x.data(), extras ? double{b.input_scale[p]} : 1.0).partial;
-            for (std::uint32_t c = 0; c < l.shape.hidden; ++c) {
-                out[std::size_t{t} * l.shape.hidden + c] += b.weights[p] * y[c];
-            }
-        }
-        for (std::uint32_t c = 0; extras && c < l.shape.hidden; ++c) {
-            out[std::size_t{t} * l.shape.hidden + c] += b.shared[std::size_t{t} * l.shape.hidden + c];
-        }
-    }
-    return out;
-}
-
-/// Outputs of `calls` calls on one workspace, the last one's; every output and the workspace but its counters are NaN before.
-template <class Format>
-std::vector<float> run(const layer& l, const batch& b, std::uint32_t max_tokens, bool extras, std::uint32_t blocks = 0, int calls = 2,
-                       const std::function<void()>& between = {}) {
-    const ps::expert_decode<Format> decode(l.layout(), static_cast<std::uint32_t>(l.experts.size()), max_tokens, b.k, blocks);
-    guarded<std::byte> workspace(decode.workspace_bytes());
-    ps::check(cudaMemset(workspace.data(), 0, decode.counter_bytes()), "cudaMemset");
-    const guarded<std::uint16_t> hidden(b.hidden);
-    const guarded<std::int32_t> ids(b.ids);
-    const guarded<float> weights(b.weights), input_scale(b.input_scale), shared(b.shared);
-    guarded<float> out(std::size_t{b.tokens} * l.shape.hidden);
-    const ps::stream stream;
-    ps::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    for (int call = 0; call < calls; ++call) {
-        out.poison();
-        ps::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-        if (between) {
-            between();
-        }
-        decode.enqueue({.records = l.table->data(),
-                        .hidden = {hidden.data(), ps::expert_decode<Format>::operand_type, b.tokens, l.shape.hidden},
-                        .ids = ids.data(),
-                        .weights = weights.data(),
-                        .input_scale = extras ? input_scale.data() : nullptr,
-                        .shared = extras ? shared.data() : nullptr,
-                        .out = {out.data(), ps::dtype::f32, b.tokens, l.shape.hidden}},
-                       {workspace.data(), workspace.size()}, stream.get());
-        stream.synchronize();
-    }
-    const std::vector<std::byte> after = workspace.get();
-    CHECK(std::all_of(after.begin(), after.begin() + static_cast<std::ptrdiff_t>(decode.counter_bytes()),
-                      [](std::byte one) { return one == std::byte{}; }));
-    CHECK(workspace.guards_hold());
-    CHECK(out.guards_hold());
-    return out.get();
-}
-
-template <class Format>
-void check(const expert_shape& shape, std::uint32_t experts, const std::vector<std::uint32_t>& token_counts, std::uint32_t k) {
-    std::mt19937 random(shape.hidden * 31 + shape.intermediate);
-    CAPTURE(shape.hidden);
-    CAPTURE(shape.intermediate);
-    CAPTURE(static_cast<int>(shape.kind));
-    const layer l(shape, experts, random);
-    for (const std::uint32_t tokens : token_counts) {
-        for (const bool extras : {false, true}) {
-            CAPTURE(tokens);
-            CAPTURE(extras);
-            batch b = random_batch<Format>(l, tokens, k, random);
-            if (extras && b.ids.size() > 2) {
-                b.ids[1] = -1;
-                b.ids[2] = static_cast<std::int32_t>(experts) + 5;
-            }
-            const std::vector<float> got = run<Format>(l, b, tokens, extras);
-            CHECK(relative_error(got.data(), truth<Format>(l, b, extras).data(), got.size()) < 1e-2);
-        }
-    }
-}
-
+using bf16 = ps::expert_decode<ps::format::bf16>;
+using f16 = ps::expert_decode<ps::format::f16>;
+using fp8 = ps::expert_decode<ps::format::fp8_block128>;
+using mxfp4 = ps::expert_decode<ps::format::mxfp4>;
 using ps::weight_kind;
 
 }  // namespace
 
 TEST_CASE("the output is right for every format, arrangement, activation and number of tokens, K01 K15 K20") {
-    check<ps::format::bf16>({.kind = weight_kind::bf16, .hidden = 512, .intermediate = 192}, 7, {1, 2, 3, 4, 5, 9, 40}, 4);
-    check<ps::format::bf16>({.kind = weight_kind::bf16,
-                             .hidden = 192,
-                             .intermediate = 200,
-                             .how = arrangement::rows_alternate,
-                             .act = ps::activation::gpt_oss,
-                             .biases = true},
-                            5, {1, 2, 17}, 3);
-    check<ps::format::f16>({.kind = weight_kind::f16, .hidden = 264, .intermediate = 520, .how = arrangement::rows_together}, 4, {1, 3, 33},
-                           2);
-    check<ps::format::fp8_block128>({.kind = weight_kind::fp8_block128, .hidden = 768, .intermediate = 320}, 6, {1, 2, 4, 5, 20}, 3);
-    check<ps::format::fp8_block128>(
-        {.kind = weight_kind::fp8_block128, .hidden = 272, .intermediate = 208, .how = arrangement::rows_together}, 5, {1, 6, 30}, 8);
-    check<ps::format::fp8_block128>({.kind = weight_kind::fp8_block128, .hidden = 2064, .intermediate = 1040}, 3, {1, 9}, 2);
-    check<ps::format::mxfp4>({.kind = weight_kind::mxfp4, .hidden = 512, .intermediate = 352}, 6, {1, 2, 9, 30}, 4);
-    check<ps::format::mxfp4>({.kind = weight_kind::mxfp4,
-                              .hidden = 2880,
-                              .intermediate = 96,
-                              .how = arrangement::rows_alternate,
-                              .act = ps::activation::gpt_oss,
-                              .biases = true},
-                             5, {1, 17}, 4);
+    check<bf16>({.kind = weight_kind::bf16, .hidden = 512, .intermediate = 192}, 7, {1, 2, 3, 4, 5, 9, 40}, 4);
+    check<bf16>({.kind = weight_kind::bf16,
+                 .hidden = 192,
+                 .intermediate = 200,
+                 .how = arrangement::rows_alternate,
+                 .act = ps::activation::gpt_oss,
+                 .biases = true},
+                5, {1, 2, 17}, 3);
+    check<f16>({.kind = weight_kind::f16, .hidden = 264, .intermediate = 520, .how = arrangement::rows_together}, 4, {1, 3, 33}, 2);
+    check<fp8>({.kind = weight_kind::fp8_block128, .hidden = 768, .intermediate = 320}, 6, {1, 2, 4, 5, 20}, 3);
+    check<fp8>({.kind = weight_kind::fp8_block128, .hidden = 272, .intermediate = 208, .how = arrangement::rows_together}, 5, {1, 6, 30},
+               8);
+    check<fp8>({.kind = weight_kind::fp8_block128, .hidden = 2064, .intermediate = 1040}, 3, {1, 9}, 2);
+    check<mxfp4>({.kind = weight_kind::mxfp4, .hidden = 512, .intermediate = 352}, 6, {1, 2, 9, 30}, 4);
+    check<mxfp4>({.kind = weight_kind::mxfp4,
+                  .hidden = 2880,
+                  .intermediate = 96,
+                  .how = arrangement::rows_alternate,
+                  .act = ps::activation::gpt_oss,
+                  .biases = true},
+                 5, {1, 17}, 4);
 }
 
 TEST_CASE("K06 sizes that fit no tile") {
     for (const auto& [hidden, intermediate] : {std::pair{8u, 8u}, {16u, 8u}, {8u, 264u}, {2880u, 360u}, {192u, 192u}, {136u, 72u}}) {
-        check<ps::format::bf16>({.kind = weight_kind::bf16, .hidden = hidden, .intermediate = intermediate}, 3, {1, 10}, 2);
+        check<bf16>({.kind = weight_kind::bf16, .hidden = hidden, .intermediate = intermediate}, 3, {1, 10}, 2);
     }
     for (const auto& [hidden, intermediate] : {std::pair{16u, 16u}, {16u, 144u}, {144u, 16u}, {576u, 192u}}) {
-        check<ps::format::fp8_block128>({.kind = weight_kind::fp8_block128, .hidden = hidden, .intermediate = intermediate}, 3, {1, 10}, 2);
+        check<fp8>({.kind = weight_kind::fp8_block128, .hidden = hidden, .intermediate = intermediate}, 3, {1, 10}, 2);
     }
     for (const auto& [hidden, intermediate] : {std::pair{32u, 32u}, {96u, 288u}, {288u, 32u}}) {
-        check<ps::format::mxfp4>({.kind = weight_kind::mxfp4, .hidden = hidden, .intermediate = intermediate}, 3, {1, 10}, 2);
+        check<mxfp4>({.kind = weight_kind::mxfp4, .hidden = hidden, .intermediate = intermediate}, 3, {1, 10}, 2);
     }
 }
 
@@ -204,15 +66,15 @@ TEST_CASE("K08 every number of tokens of an expert around the tile, and experts 
     std::mt19937 random(5);
     const layer l({.kind = weight_kind::bf16, .hidden = 128, .intermediate = 64}, 13, random);
     const std::uint32_t counts[] = {1, 0, 7, 8, 15, 16, 17, 63, 64, 65, 127, 128, 129};
-    batch b = random_batch<ps::format::bf16>(l, 640, 1, random);
+    batch b = random_batch<bf16>(l, 640, 1, random);
     std::size_t at = 0;
     for (std::size_t e = 0; e < 13; ++e) {
         at = std::fill_n(b.ids.begin() + static_cast<std::ptrdiff_t>(at), counts[e], static_cast<std::int32_t>(e)) - b.ids.begin();
     }
     REQUIRE(at == 640);
     std::shuffle(b.ids.begin(), b.ids.end(), random);
-    const std::vector<float> got = run<ps::format::bf16>(l, b, 640, false);
-    CHECK(relative_error(got.data(), truth<ps::format::bf16>(l, b, false).data(), got.size()) < 1e-2);
+    const std::vector<float> got = run<bf16>(l, b, 640, false);
+    CHECK(relative_error(got.data(), truth<bf16>(l, b, false).data(), got.size()) < 1e-2);
 }
 
 TEST_CASE("a token's bits are the same alone, in a batch, with other blocks and in mapped host memory") {
@@ -221,20 +83,20 @@ TEST_CASE("a token's bits are the same alone, in a batch, with other blocks and 
     const layer l(shape, 6, random);
     std::mt19937 again(9);
     const layer on_host(shape, 6, again, place_of_test::pinned);
-    const batch b = random_batch<ps::format::fp8_block128>(l, 12, 3, random);
-    const std::vector<float> all = run<ps::format::fp8_block128>(l, b, 12, false);
-    CHECK(run<ps::format::fp8_block128>(l, b, 64, false) == all);
-    CHECK(run<ps::format::fp8_block128>(l, b, 5000, false) == all);  // rows of so many pairs stay in global memory
-    CHECK(run<ps::format::fp8_block128>(l, b, 12, false, 3) == all);
-    CHECK(run<ps::format::fp8_block128>(on_host, b, 12, false) == all);
+    const batch b = random_batch<fp8>(l, 12, 3, random);
+    const std::vector<float> all = run<fp8>(l, b, 12, false);
+    CHECK(run<fp8>(l, b, 64, false) == all);
+    CHECK(run<fp8>(l, b, 5000, false) == all);  // rows of so many pairs stay in global memory
+    CHECK(run<fp8>(l, b, 12, false, 3) == all);
+    CHECK(run<fp8>(on_host, b, 12, false) == all);
     for (const std::uint32_t t : {0u, 5u, 11u}) {
         batch one{1, 3, {}, {}, {}, {}, std::vector<float>(512)};
         one.hidden.assign(b.hidden.begin() + t * 512, b.hidden.begin() + (t + 1) * 512);
         one.ids.assign(b.ids.begin() + t * 3, b.ids.begin() + (t + 1) * 3);
         one.weights.assign(b.weights.begin() + t * 3, b.weights.begin() + (t + 1) * 3);
         one.input_scale.assign(3, 1.0f);
-        const std::vector<float> alone = run<ps::format::fp8_block128>(l, one, 1, false);
-        CHECK(run<ps::format::fp8_block128>(l, one, 5000, false) == alone);
+        const std::vector<float> alone = run<fp8>(l, one, 1, false);
+        CHECK(run<fp8>(l, one, 5000, false) == alone);
         CHECK(same_bits(alone.data(), all.data() + t * 512, 512));
     }
 }
@@ -242,13 +104,13 @@ TEST_CASE("a token's bits are the same alone, in a batch, with other blocks and 
 TEST_CASE("K02 no tokens, and tokens that visit nobody") {
     std::mt19937 random(1);
     const layer l({.kind = weight_kind::bf16, .hidden = 64, .intermediate = 64}, 4, random);
-    const ps::expert_decode<ps::format::bf16> decode(l.layout(), 4, 8, 2);
+    const bf16 decode(l.layout(), 4, 8, 2);
     decode.enqueue({}, {}, nullptr);
     CHECK(cudaGetLastError() == cudaSuccess);
     for (const std::uint32_t tokens : {1u, 3u, 30u}) {
-        batch b = random_batch<ps::format::bf16>(l, tokens, 2, random);
+        batch b = random_batch<bf16>(l, tokens, 2, random);
         std::fill(b.ids.begin(), b.ids.end(), -1);
-        const std::vector<float> got = run<ps::format::bf16>(l, b, tokens, false);
+        const std::vector<float> got = run<bf16>(l, b, tokens, false);
         CHECK(std::all_of(got.begin(), got.end(), [](float v) { return v == 0.0f; }));
     }
 }
@@ -256,11 +118,11 @@ TEST_CASE("K02 no tokens, and tokens that visit nobody") {
 TEST_CASE("a NaN stays with its token") {
     std::mt19937 random(2);
     const layer l({.kind = weight_kind::fp8_block128, .hidden = 256, .intermediate = 128}, 2, random);
-    batch b = random_batch<ps::format::fp8_block128>(l, 5, 2, random);
-    const std::vector<float> before = run<ps::format::fp8_block128>(l, b, 5, false);
+    batch b = random_batch<fp8>(l, 5, 2, random);
+    const std::vector<float> before = run<fp8>(l, b, 5, false);
     b.hidden[2 * 256 + 7] = 0x7fc0;
     b.hidden[4 * 256 + 200] = 0x7f80;  // infinity
-    const std::vector<float> got = run<ps::format::fp8_block128>(l, b, 5, false);
+    const std::vector<float> got = run<fp8>(l, b, 5, false);
     for (const std::uint32_t t : {0u, 1u, 3u}) {
         CHECK(same_bits(got.data() + t * 256, before.data() + t * 256, 256));
     }
@@ -271,13 +133,13 @@ TEST_CASE("a NaN stays with its token") {
 TEST_CASE("a kernel on another stream that holds most of the device does not stop a call, with one block or many") {
     std::mt19937 random(3);
     const layer l({.kind = weight_kind::bf16, .hidden = 512, .intermediate = 512}, 8, random);
-    const batch b = random_batch<ps::format::bf16>(l, 16, 4, random);
-    const std::vector<float> want = run<ps::format::bf16>(l, b, 16, false);
+    const batch b = random_batch<bf16>(l, 16, 4, random);
+    const std::vector<float> want = run<bf16>(l, b, 16, false);
     const ps::stream neighbour;
     const auto spin_there = [&] { ps::launch(spin, 131, 1024, 0, neighbour.get(), 40'000'000ll); };
-    CHECK(run<ps::format::bf16>(l, b, 16, false, 0, 1, spin_there) == want);
+    CHECK(run<bf16>(l, b, 16, false, 0, 1, spin_there) == want);
     neighbour.synchronize();
-    CHECK(run<ps::format::bf16>(l, b, 16, false, 1, 1, spin_there) == want);
+    CHECK(run<bf16>(l, b, 16, false, 1, 1, spin_there) == want);
     neighbour.synchronize();
 }
 
@@ -285,9 +147,9 @@ TEST_CASE("calls are captured once and replayed, with other inputs in the same m
     std::mt19937 random(4);
     const layer l({.kind = weight_kind::fp8_block128, .hidden = 256, .intermediate = 256}, 8, random);
     for (const std::uint32_t tokens : {1u, 4u, 24u}) {
-        const batch first = random_batch<ps::format::fp8_block128>(l, tokens, 4, random);
-        const batch second = random_batch<ps::format::fp8_block128>(l, tokens, 4, random);
-        const ps::expert_decode<ps::format::fp8_block128> decode(l.layout(), 8, tokens, 4);
+        const batch first = random_batch<fp8>(l, tokens, 4, random);
+        const batch second = random_batch<fp8>(l, tokens, 4, random);
+        const fp8 decode(l.layout(), 8, tokens, 4);
         guarded<std::byte> workspace(decode.workspace_bytes());
         ps::check(cudaMemset(workspace.data(), 0, decode.counter_bytes()), "cudaMemset");
         guarded<std::uint16_t> hidden(first.hidden);
@@ -315,7 +177,7 @@ TEST_CASE("calls are captured once and replayed, with other inputs in the same m
             ps::check(cudaGraphLaunch(ready, stream.get()), "cudaGraphLaunch");
             stream.synchronize();
             const std::vector<float> got = out.get();
-            CHECK(relative_error(got.data(), truth<ps::format::fp8_block128>(l, *b, false).data(), got.size()) < 1e-2);
+            CHECK(relative_error(got.data(), truth<fp8>(l, *b, false).data(), got.size()) < 1e-2);
         }
         ps::check(cudaGraphExecDestroy(ready), "destroy");
         ps::check(cudaGraphDestroy(graph), "destroy");
@@ -325,11 +187,11 @@ TEST_CASE("calls are captured once and replayed, with other inputs in the same m
 TEST_CASE("pairs that come sorted give the same bits, and calls follow each other without a wait") {
     std::mt19937 random(6);
     const layer l({.kind = weight_kind::bf16, .hidden = 256, .intermediate = 192}, 16, random);
-    const ps::expert_decode<ps::format::bf16> decode(l.layout(), 16, 24, 4);
+    const bf16 decode(l.layout(), 16, 24, 4);
     const ps::stream stream;
     for (const std::uint32_t tokens : {3u, 24u}) {
-        const batch b = random_batch<ps::format::bf16>(l, tokens, 4, random);
-        const std::vector<float> want = run<ps::format::bf16>(l, b, 24, false);
+        const batch b = random_batch<bf16>(l, tokens, 4, random);
+        const std::vector<float> want = run<bf16>(l, b, 24, false);
         std::vector<std::int32_t> order(b.ids.size());
         std::vector<std::uint32_t> begins(17, 0);
         for (std::size_t p = 0; p < order.size(); ++p) {
@@ -372,11 +234,11 @@ TEST_CASE("pairs that come sorted give the same bits, and calls follow each othe
 
 TEST_CASE("what does not fit is refused by name") {
     const ps::expert_layout odd = make_layout({.kind = weight_kind::bf16, .hidden = 100, .intermediate = 36});
-    CHECK_THROWS_WITH_AS(ps::expert_decode<ps::format::bf16>(odd, 4, 1, 2), doctest::Contains("16 bytes"), ps::configuration_error);
+    CHECK_THROWS_WITH_AS(bf16(odd, 4, 1, 2), doctest::Contains("16 bytes"), ps::configuration_error);
     const ps::expert_layout fits = make_layout({.kind = weight_kind::bf16, .hidden = 64, .intermediate = 64});
-    CHECK_THROWS_WITH_AS(ps::expert_decode<ps::format::f16>(fits, 4, 1, 2), doctest::Contains("bf16"), ps::configuration_error);
-    CHECK_THROWS_AS(ps::expert_decode<ps::format::bf16>(fits, 4, 1, 0), ps::configuration_error);
-    const ps::expert_decode<ps::format::bf16> decode(fits, 4, 2, 2);
+    CHECK_THROWS_WITH_AS(f16(fits, 4, 1, 2), doctest::Contains("bf16"), ps::configuration_error);
+    CHECK_THROWS_AS(bf16(fits, 4, 1, 0), ps::configuration_error);
+    const bf16 decode(fits, 4, 2, 2);
     guarded<std::byte> memory(decode.workspace_bytes());
     ps::expert_step step{.hidden = {memory.data(), ps::dtype::bf16, 3, 64}, .out = {memory.data(), ps::dtype::bf16, 3, 64}};
     CHECK_THROWS_WITH_AS(decode.enqueue(step, {memory.data(), memory.size()}, nullptr), doctest::Contains("3 tokens"),
