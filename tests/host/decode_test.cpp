@@ -44,6 +44,24 @@ TEST_CASE("rounding is to nearest, ties to even, on both sides of every midpoint
     CHECK(std::isinf(ps::decode_bf16(ps::encode_bf16(std::numeric_limits<float>::max()))));
 }
 
+TEST_CASE("E4M3: all 256 values, the nearest of any float with ties to even, and what is no number") {
+    for (std::uint32_t b = 0; b < 256; ++b) {
+        const float value = ps::decode_e4m3(static_cast<std::uint8_t>(b));
+        CHECK((std::isnan(value) ? (ps::encode_e4m3(value) & 0x7f) == 0x7f : ps::encode_e4m3(value) == b));
+    }
+    for (std::uint32_t b = 0; b < 0x7e; ++b) {  // between two neighbours
+        const float low = ps::decode_e4m3(static_cast<std::uint8_t>(b)), high = ps::decode_e4m3(static_cast<std::uint8_t>(b + 1));
+        const float middle = (low + high) / 2;
+        CHECK(ps::encode_e4m3(middle) == (b % 2 == 0 ? b : b + 1));
+        CHECK(ps::encode_e4m3(std::nextafter(middle, 1000.0f)) == b + 1);
+        CHECK(ps::encode_e4m3(std::nextafter(middle, -1.0f)) == b);
+        CHECK(ps::encode_e4m3(-middle) == (0x80 | (b % 2 == 0 ? b : b + 1)));
+    }
+    CHECK(ps::encode_e4m3(1e30f) == 0x7e);
+    CHECK(ps::encode_e4m3(-INFINITY) == 0xfe);
+    CHECK(ps::encode_e4m3(1e-30f) == 0);
+}
+
 TEST_CASE("elements of unaligned arrays") {
     std::byte raw[9] = {};
     ps::store_element(raw + 1, ps::dtype::f32, 1, 1.5f);

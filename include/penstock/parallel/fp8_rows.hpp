@@ -3,8 +3,6 @@
 #include <penstock/dispatch/decode.hpp>
 #include <penstock/units.hpp>
 
-#include <cuda/std/bit>
-
 #include <cstdint>
 
 /// Rows of E4M3 with one float for 128 elements, which multiplies: how activations cross in half the bytes of bf16.
@@ -13,25 +11,6 @@ namespace penstock::inline v0_1 {
 
 inline constexpr std::uint32_t fp8_row_block = 128;
 inline constexpr float largest_e4m3 = 448.0f;
-
-/// Nearest E4M3, ties to even; beyond 448 it is 448, NaN stays NaN.
-PENSTOCK_HD inline std::uint8_t encode_e4m3(float value) noexcept {
-    const auto bits = cuda::std::bit_cast<std::uint32_t>(value);
-    const std::uint32_t sign = bits >> 24 & 0x80u;
-    const std::uint32_t magnitude = bits & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) {
-        return static_cast<std::uint8_t>(sign | 0x7fu);
-    }
-    if (magnitude >= 0x43e00000u) {
-        return static_cast<std::uint8_t>(sign | 0x7eu);
-    }
-    if (magnitude < 0x3c800000u) {  // subnormal: the addition of 2^14 rounds at 2^-9, the place of E4M3's last bit
-        const float rounded = cuda::std::bit_cast<float>(magnitude) + 16384.0f;
-        return static_cast<std::uint8_t>(sign | (cuda::std::bit_cast<std::uint32_t>(rounded) - 0x46800000u));
-    }
-    const std::uint32_t odd = magnitude >> 20 & 1u;
-    return static_cast<std::uint8_t>(sign | (magnitude - 0x3c000000u + 0x7ffffu + odd) >> 20);
-}
 
 /// Quantises one row of f32, bf16 or f16 elements. A block's scale puts its largest finite element at 448; a block of zeros has scale 1.
 /// Infinities and NaN become NaN, and do not touch their neighbours.
